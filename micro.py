@@ -91,7 +91,7 @@ class Args:
     num_models: int = 7
     """networks in the ensemble"""
     num_elites: int = 5
-    """the best of them by holdout error, which make rollouts and the uncertainty set"""
+    """the best of them by holdout error: the ones that are used"""
     dynamics_hidden_size: int = 200
     """width of their four hidden layers"""
     dynamics_lr: float = 1e-3
@@ -192,6 +192,9 @@ MOBILE_PRESETS = {  # MOBILE's own
     "walker2d-medium-expert": preset(1, 1.5, entropy=False),
     "walker2d-random": preset(5, 2.0, entropy=False),
 }
+# The shipped data: minutes instead of days. Longer rollouts keep the critic honest where the policy goes.
+LITE_PRESET = dict(total_updates=30_000, rollout_length=20, rollout_batch_size=12_500, model_ratio=0.5, beta=1.0,
+                   auto_alpha=False, alpha=0.05, actor_lr=3e-4, dynamics_max_epochs=20)  # fmt: skip
 
 
 def task_preset(env_id: str, given: dict) -> dict:
@@ -201,7 +204,8 @@ def task_preset(env_id: str, given: dict) -> dict:
     task = re.sub("-(v2|lite)$", "", env_id)
     stand_in = task.replace("random", "medium") if "random" in task else task.replace("-expert", "-medium-expert")
     chosen = presets.get(task) or presets.get(stand_in, {})
-    return chosen | dict(penalty_draws=1, common_noise=False) if kind == "eq8" else chosen
+    chosen = chosen | (LITE_PRESET if env_id.endswith("-lite") else {})
+    return chosen | (dict(penalty_draws=1, common_noise=False) if kind == "eq8" else {})
 
 
 # === shared: arguments ===
@@ -252,16 +256,13 @@ def check_args(args: Args) -> None:
         fail("--gym-id needs --dataset-path: only the known tasks have data of their own")
     if not re.fullmatch(r"\w[\w.-]*", args.env_id):
         fail(f"--env-id {args.env_id} names a folder: letters, digits, '.', '_' and '-' only")
-    for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')} {value}"
-        if type(value) is int and value < (0 if name == "seed" else 1):
-            fail(f"{flag} is too small")
-        if type(value) is float and not 0 <= value < math.inf:
-            fail(f"{flag} must be a finite number, and not negative")
-        if name in ("model_ratio", "gamma", "tau") and value > 1:
-            fail(f"{flag} must be between 0 and 1")
     if args.num_elites > args.num_models:
         fail(f"--num-elites {args.num_elites} is more than --num-models {args.num_models}")
+    for name, value in vars(args).items():
+        least = 1 if type(value) is int and name not in ("seed", "bc_epochs") else 0
+        most = 1 if name in ("model_ratio", "gamma", "tau") else math.inf
+        if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
+            fail(f"--{name.replace('_', '-')} {value} is not between {least} and {most}")
 
 
 def choose_device(name: str) -> torch.device:
@@ -667,7 +668,7 @@ class RingBuffer:
     """The newest `capacity` packed rows."""
 
     def __init__(self, capacity: int, width: int, device: torch.device):
-        self.rows, self.size, self.next = torch.empty(capacity, width, device=device), 0, 0
+        self.rows, self.size, self.next = torch.zeros(capacity, width, device=device), 0, 0
 
     def add(self, rows: torch.Tensor) -> None:
         rows, capacity = rows[-len(self.rows) :], len(self.rows)
@@ -676,13 +677,6 @@ class RingBuffer:
 
     def sample(self, count: int, rng: torch.Generator) -> torch.Tensor:
         return self.rows[torch.randint(self.size, (count,), generator=rng, device=rng.device)]
-
-    def state_dict(self) -> dict:
-        return dict(rows=self.rows[: self.size].clone(), next=self.next)
-
-    def load_state_dict(self, state: dict) -> None:
-        self.size, self.next = len(state["rows"]), state["next"]
-        self.rows[: self.size] = state["rows"]
 
 
 def rollout(actor, ensemble, num_elites, terminated, obs, length: int, buffer: RingBuffer, rng) -> dict:
@@ -836,7 +830,7 @@ def target_and_penalty(agent: Agent, ensemble: Ensemble, batch, noise: Noise, ar
     return y, f[-max(1, model_rows) :]
 
 
-METRICS = ("critic_loss", "actor_loss", "q", "q_max", "target", "f", "f_max", "alpha", "entropy")
+METRICS = ("critic_loss", "actor_loss", "q", "q_min", "q_max", "target", "f", "f_max", "alpha", "entropy")
 
 
 def update(agent: Agent, ensemble: Ensemble, batch, noise: Noise, args: Args) -> torch.Tensor:
@@ -856,7 +850,7 @@ def update(agent: Agent, ensemble: Ensemble, batch, noise: Noise, args: Args) ->
     if args.auto_alpha:  # the target entropy is -|A|
         take_step(agent.alpha_optimizer, -(agent.temperature.log_alpha * (log_prob - act.shape[-1])).mean())
     torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
-    metrics = (critic_loss, actor_loss, q.mean(), q.max(), y.mean(), f.mean(), f.max(), alpha, -log_prob.mean())
+    metrics = (critic_loss, actor_loss, q.mean(), q.min(), q.max(), y.mean(), f.mean(), f.max(), alpha, -log_prob.mean())
     return torch.stack([metric.detach() for metric in metrics])
 
 
@@ -978,6 +972,7 @@ def main(args: Args) -> dict:
     path = find_dataset(args)
     data = torch.as_tensor(load_dataset(path, envs[0]), device=device)
     obs_std, obs_mean = torch.std_mean(data[:, :obs_dim], 0, correction=0)
+    input_mean, input_std = torch.zeros_like(obs_mean), torch.ones_like(obs_std)  # the policy takes them as they are
     sha256 = sha256_of(path)
     dataset = dict(file=path.name, sha256=sha256, rows=len(data), is_d4rl=sha256 in D4RL_SHA256.values())
     checkpoint = {}
@@ -1020,6 +1015,9 @@ def main(args: Args) -> dict:
     else:
         dynamics = train_dynamics(data, obs_dim, act_dim, args, device, checkpoint.get("dynamics"), after_epoch)
     ensemble = load_dynamics(dynamics, obs_dim, act_dim, args, device)
+    units = torch.stack([input_mean, input_std])
+    if not torch.equal(dynamics.setdefault("observation_units", units), units):
+        fail("the dynamics ensemble was trained on observations in other units: by another script, or on other data")
     write_tensors(run_dir / "dynamics.pt", dynamics)
 
     # policy
@@ -1030,17 +1028,17 @@ def main(args: Args) -> dict:
     metric_sums, history, rollout_stats, updates_done = torch.zeros(len(METRICS), device=device), [], {}, 0
     if "agent" in checkpoint:
         agent.load_state_dict(checkpoint["agent"])
-        buffer.load_state_dict(checkpoint["buffer"])
+        vars(buffer).update(checkpoint["buffer"])
         rng.set_state(checkpoint["rng"].cpu())
         metric_sums, history, rollout_stats, updates_done = (
             checkpoint[name] for name in ("metric_sums", "history", "rollout_stats", "update")
         )
 
     def save() -> None:
-        state = dict(agent=agent.state_dict(), buffer=buffer.state_dict(), rng=rng.get_state(), metric_sums=metric_sums)
+        state = dict(agent=agent.state_dict(), buffer=vars(buffer), rng=rng.get_state(), metric_sums=metric_sums)
         state |= dict(update=updates_done, seconds=seconds, history=history, rollout_stats=rollout_stats)
-        policy = dict(actor=agent.actor.state_dict(), critics=agent.critics.state_dict(), obs_mean=obs_mean, obs_std=obs_std)
-        policy |= dict(input_mean=torch.zeros_like(obs_mean), input_std=torch.ones_like(obs_std))  # takes them as they are
+        policy = dict(actor=agent.actor.state_dict(), critics=agent.critics.state_dict())
+        policy |= dict(obs_mean=obs_mean, obs_std=obs_std, input_mean=input_mean, input_std=input_std)
         write_tensors(run_dir / "checkpoint.pt", state)
         write_tensors(run_dir / "policy.pt", described | policy)
 
@@ -1050,7 +1048,8 @@ def main(args: Args) -> dict:
     while updates_done < args.total_updates:
         if updates_done % args.rollout_every == 0 and model_rows > 0:
             with timed(seconds, "rollouts"):
-                starts = data[torch.randint(len(data), (args.rollout_batch_size,), generator=rng, device=device), :obs_dim]
+                picks = torch.randint(len(data), (args.rollout_batch_size,), generator=rng, device=device)
+                starts = data[picks, :obs_dim]
                 rollout_stats = rollout(
                     agent.actor, ensemble, args.num_elites, terminated, starts, args.rollout_length, buffer, rng
                 )
@@ -1107,8 +1106,9 @@ def main(args: Args) -> dict:
     result |= dict(evaluations=[{name: row[name] for name in ("update", "score", "returns")} for row in history])
     write_file(run_dir / "result.json", json.dumps(result, indent=2).encode())
     say(f"score {result['last_5_mean']:.1f} ± {result['last_5_std']:.1f} over the last 5 evaluations, "
-        f"{result['last_10_mean']:.1f} ± {result['last_10_std']:.1f} over the last 10\n"
-        f"minutes: {', '.join(f'{phase} {value / 60:.1f}' for phase, value in seconds.items())}\nfiles: {run_dir}")  # fmt: skip
+        f"{result['last_10_mean']:.1f} ± {result['last_10_std']:.1f} over the last 10")  # fmt: skip
+    say("minutes: " + ", ".join(f"{phase} {value / 60:.1f}" for phase, value in seconds.items()))
+    say(f"files: {run_dir}")
     return result
 
 
