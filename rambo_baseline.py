@@ -54,7 +54,7 @@ warnings.filterwarnings("ignore", message=".*is out of date.*")  # D4RL's v2 env
 @dataclass
 class Args:
     # --- experiment ---
-    env_id: str = "hopper-medium-v2"
+    env_id: str = "hopper-medium-replay-lite"
     """the task: an environment and a dataset; decides the presets"""
     gym_id: str | None = None
     """a gymnasium environment that is in no known task, with --dataset-path"""
@@ -976,13 +976,15 @@ def main(args: Args) -> dict:
             checkpoint = read_tensors(run_dir / "checkpoint.pt", device)
     else:
         run_dir = make_run_dir(args, algorithm)
-    described = dict(algorithm=algorithm, gym_id=gym_id, args=vars(args), dataset=dataset, machine=machine(device))
+    described = dict(algorithm=algorithm, gym_id=gym_id, args=vars(args) | dict(resume=None), dataset=dataset)
+    described |= dict(machine=machine(device))
     write_file(run_dir / "args.json", json.dumps(described, indent=2).encode())
     if args.track:
         start_tracking(args, run_dir)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, ask_to_stop)
-    writer = SummaryWriter(str(run_dir), purge_step=checkpoint["update"] + 1 if checkpoint else None)
+    logged = checkpoint.get("dynamics", {}).get("epoch") or checkpoint.get("update")  # later events will come again
+    writer = SummaryWriter(str(run_dir), purge_step=logged and logged + 1)
     seconds = checkpoint.get("seconds", dict.fromkeys(PHASES, 0.0))
     say(f"{run_dir}: {len(data)} transitions of {path.name}, {device.type}, {torch.get_num_threads()} threads")
 
