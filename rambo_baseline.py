@@ -32,7 +32,7 @@ import sys
 import time
 import urllib.request
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -185,7 +185,7 @@ def task_preset(env_id: str, given: dict) -> dict:
 # === shared: arguments ===
 def fail(message: str) -> None:
     """One line that says what is wrong, and exit status 1."""
-    raise SystemExit(f"{Path(__file__).name}: {message}")
+    raise SystemExit(f"{Path(__file__).name}: {' '.join(message.split())}")
 
 
 def parse_args(argv: list[str]) -> Args:
@@ -200,8 +200,9 @@ def parse_args(argv: list[str]) -> Args:
     else:
         env_id = given.get("env_id") or given.get("gym_id", Args.env_id).replace("/", "-")
         default = Args(env_id=env_id, **task_preset(env_id, given))
-        updates = int(given["total_updates"]) if given.get("total_updates", "").isdigit() else default.total_updates
-        default.eval_every = min(10_000, max(1, updates // 50))
+        if re.fullmatch(r"[\d_]+", given.get("total_updates", "")):
+            default.total_updates = int(given["total_updates"])
+        default.eval_every = min(10_000, max(1, default.total_updates // 50))
     args = tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n")[0])
     check_args(args)
     changed = {name for name, value in vars(args).items() if value != getattr(default, name)}
@@ -361,8 +362,9 @@ def find_dataset(args: Args) -> Path:
     path = cache / f"{args.env_id.removesuffix('-v2').replace('-', '_')}-v2.hdf5"
     expected = D4RL_SHA256[args.env_id]
     if path.is_file() and sha256_of(path) != expected:
-        os.replace(path, aside := path.with_suffix(".hdf5.refused"))
-        say(f"{path} is truncated or altered (its SHA-256 should be {expected}): moved to {aside.name}")
+        with suppress(FileNotFoundError):  # another process has moved it
+            os.replace(path, path.with_suffix(".hdf5.refused"))
+        say(f"{path} is truncated or altered (its SHA-256 should be {expected}): moved aside as .refused")
     if not path.is_file():
         download(f"{args.dataset_base_url.rstrip('/')}/{path.name}", path, expected)
     return path
@@ -370,7 +372,7 @@ def find_dataset(args: Args) -> Path:
 
 def download(url: str, path: Path, expected: str) -> None:
     """Fetch beside the final place, check, then rename: the cache never holds a file that is not whole."""
-    part, digest = path.with_name(f"{path.name}.{os.getpid()}.part"), hashlib.sha256()
+    part, digest = path.with_name(f"{path.name}.{os.getpid()}-{time.time_ns()}.part"), hashlib.sha256()
     advice = "try later, or pass a file with --dataset-path or a mirror with --dataset-base-url"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -388,7 +390,8 @@ def download(url: str, path: Path, expected: str) -> None:
     except (OSError, ValueError, http.client.HTTPException) as error:
         fail(f"cannot download {url}: {error}; {advice}")
     finally:
-        part.unlink(missing_ok=True)
+        if part.exists():
+            part.unlink()
 
 
 def load_dataset(path: Path, env: gym.Env) -> np.ndarray:
@@ -400,6 +403,8 @@ def load_dataset(path: Path, env: gym.Env) -> np.ndarray:
             if missing := widths.keys() - file.keys() - {"next_observations", "timeouts"}:
                 fail(f"{path} has no {', '.join(sorted(missing))}; it has {', '.join(file)}")
             for key in widths.keys() & file.keys():
+                if not isinstance(file[key], h5py.Dataset) or file[key].dtype.kind not in "fiub":
+                    fail(f"{path}: {key} is not an array of numbers")
                 if file[key].shape[1:] != (widths[key],) and (widths[key] > 1 or file[key].ndim != 1):
                     fail(f"{path}: {key} has the shape {file[key].shape}, but {env.spec.id} has {widths[key]} of them")
             arrays = {key: file[key][()].reshape(-1, widths[key]) for key in widths.keys() & file.keys()}
@@ -410,6 +415,8 @@ def load_dataset(path: Path, env: gym.Env) -> np.ndarray:
     count = len(arrays["rewards"])
     if count == 0 or any(len(array) != count for array in arrays.values()):
         fail(f"{path} has no rows, or not as many of each: { {key: len(array) for key, array in arrays.items()} }")
+    if not all(np.isfinite(arrays[key]).all() for key in ("terminals", "timeouts") if key in arrays):
+        fail(f"{path} has non-finite values in terminals or timeouts")
     terminals = arrays["terminals"] = arrays["terminals"].astype(bool)
     index = np.arange(count)
     if "timeouts" in arrays:
@@ -426,8 +433,8 @@ def load_dataset(path: Path, env: gym.Env) -> np.ndarray:
     columns = [arrays[key] for key in ("observations", "actions", "rewards", "next_observations", "terminals")]
     rows = np.empty((keep.sum(), 2 * obs_dim + act_dim + 2), np.float32)
     np.concatenate([column[keep] for column in columns], axis=1, out=rows, casting="unsafe")
-    if len(rows) == 0 or not np.isfinite(rows).all():
-        fail(f"{path} has no usable transition, or non-finite values among its {len(rows)}")
+    if len(rows) < 2 or not np.isfinite(rows).all():
+        fail(f"{path} has fewer than two usable transitions, or non-finite values among its {len(rows)}")
     return rows
 
 
@@ -838,7 +845,8 @@ def update(agent: Agent, batch, noise: Noise, args: Args) -> torch.Tensor:
     log_prob = log_prob.detach()
     if args.auto_alpha:  # the target entropy is -|A|
         take_step(agent.alpha_optimizer, -(agent.temperature.log_alpha * (log_prob - act.shape[-1])).mean())
-    torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
+    with torch.no_grad():
+        torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
     metrics = (critic_loss, actor_loss, q.mean(), q.min(), q.max(), y.mean(), alpha, -log_prob.mean())
     return torch.stack([metric.detach() for metric in metrics])
 
@@ -900,16 +908,19 @@ def make_run_dir(args: Args, algorithm: str) -> Path:
 
 def machine(device: torch.device) -> dict:
     versions = {module.__name__: str(module.__version__) for module in (torch, gym, mujoco, np)}
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = re.search(r"model name\s*: (.*)", cpuinfo)
+    name = cpu[1] if cpu else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
     return dict(versions, python=platform.python_version(), device=f"{device.type}: {name}", threads=torch.get_num_threads())
 
 
-def start_tracking(args: Args, run_dir: Path) -> None:
+def import_wandb():
     try:
         import wandb
     except ImportError:
         fail("--track needs Weights & Biases: pip install wandb")
-    wandb.init(project="micro", name=run_dir.name, config=vars(args), sync_tensorboard=True, dir=run_dir)
+    return wandb
 
 
 received_signals = []
@@ -941,6 +952,7 @@ def main(args: Args) -> dict:
     if args.torch_threads:
         torch.set_num_threads(args.torch_threads)
     device, algorithm = choose_device(args.device), "rambo"
+    wandb = import_wandb() if args.track else None
     gym_id = args.gym_id or GYM_IDS[args.env_id.split("-")[0]]
     raw_terminated, envs = termination_of(gym_id), [make_env(gym_id) for _ in range(args.eval_episodes)]
     obs_dim, act_dim = envs[0].observation_space.shape[0], envs[0].action_space.shape[0]
@@ -979,12 +991,12 @@ def main(args: Args) -> dict:
     described = dict(algorithm=algorithm, gym_id=gym_id, args=vars(args) | dict(resume=None), dataset=dataset)
     described |= dict(machine=machine(device))
     write_file(run_dir / "args.json", json.dumps(described, indent=2).encode())
-    if args.track:
-        start_tracking(args, run_dir)
+    if wandb:
+        wandb.init(project="micro", name=run_dir.name, config=vars(args), sync_tensorboard=True, dir=run_dir)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, ask_to_stop)
-    logged = checkpoint.get("dynamics", {}).get("epoch") or checkpoint.get("update")  # later events will come again
-    writer = SummaryWriter(str(run_dir), purge_step=logged and logged + 1)
+    logged = max(checkpoint["update"], checkpoint["dynamics"]["epoch"]) if checkpoint else None
+    writer = SummaryWriter(str(run_dir), purge_step=logged and logged + 1)  # later events will come again
     seconds = checkpoint.get("seconds", dict.fromkeys(PHASES, 0.0))
     say(f"{run_dir}: {len(data)} transitions of {path.name}, {device.type}, {torch.get_num_threads()} threads")
 
@@ -1024,7 +1036,8 @@ def main(args: Args) -> dict:
     generations = 5 * max(1, 1000 // args.rollout_every)
     buffer = RingBuffer(generations * args.rollout_length * args.rollout_batch_size, data.shape[1], device)
     model_optimizer = dynamics_optimizer(ensemble, args.dynamics_lr)
-    metric_sums, history, rollout_stats, updates_done = torch.zeros(len(METRICS), device=device), [], {}, 0
+    metric_sums, history, rollout_stats = torch.zeros(len(METRICS), device=device), [], {}
+    updates_done = updates_logged = 0
     model_stats = dict.fromkeys(MODEL_METRICS, 0.0)
     if "agent" in checkpoint:
         ensemble.load_state_dict(checkpoint["ensemble"])
@@ -1033,8 +1046,8 @@ def main(args: Args) -> dict:
         agent.load_state_dict(checkpoint["agent"])
         vars(buffer).update(checkpoint["buffer"])
         rng.set_state(checkpoint["rng"].cpu())
-        metric_sums, history, rollout_stats, updates_done = (
-            checkpoint[name] for name in ("metric_sums", "history", "rollout_stats", "update")
+        metric_sums, history, rollout_stats, updates_done, updates_logged = (
+            checkpoint[name] for name in ("metric_sums", "history", "rollout_stats", "update", "updates_logged")
         )
     elif args.bc_epochs > 0:
         with timed(seconds, "cloning"):
@@ -1043,7 +1056,8 @@ def main(args: Args) -> dict:
 
     def save() -> None:
         state = dict(agent=agent.state_dict(), buffer=vars(buffer), rng=rng.get_state(), metric_sums=metric_sums)
-        state |= dict(update=updates_done, seconds=seconds, history=history, rollout_stats=rollout_stats)
+        state |= dict(update=updates_done, updates_logged=updates_logged, seconds=seconds, history=history)
+        state |= dict(rollout_stats=rollout_stats, dynamics=dict(epoch=dynamics["epochs"]))
         state |= dict(ensemble=ensemble.state_dict(), model_optimizer=model_optimizer.state_dict(), model_stats=model_stats)
         policy = dict(actor=agent.actor.state_dict(), critics=agent.critics.state_dict())
         policy |= dict(obs_mean=obs_mean, obs_std=obs_std, input_mean=input_mean, input_std=input_std)
@@ -1077,9 +1091,10 @@ def main(args: Args) -> dict:
 
         evaluating = updates_done % args.eval_every == 0 or updates_done == args.total_updates
         if evaluating or updates_done % 1000 == 0:
-            since = min(updates_done % args.eval_every or args.eval_every, updates_done % 1000 or 1000)
-            metrics = dict(zip(METRICS, (metric_sums / since).tolist())) | rollout_stats | model_stats
+            metrics = dict(zip(METRICS, (metric_sums / (updates_done - updates_logged)).tolist()))
+            metrics |= rollout_stats | model_stats
             metric_sums.zero_()
+            updates_logged = updates_done
             if not all(map(math.isfinite, metrics.values())):
                 fail(f"training diverged before update {updates_done}: {metrics}")
             speed = (updates_done - started_at) / (time.perf_counter() - started)

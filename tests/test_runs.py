@@ -25,9 +25,10 @@ import micro
 
 ROOT = Path(micro.__file__).resolve().parent
 TINY = (
-    "--dynamics-hidden-size 16 --hidden-size 16 --rollout-batch-size 32 --total-updates 20 --eval-every 10 --eval-episodes 2 "
+    "--env-id hopper-medium-v2 --dynamics-hidden-size 16 --hidden-size 16 --rollout-batch-size 32 --total-updates 20 --eval-every 10 --eval-episodes 2 "
     "--dynamics-max-epochs 2 --dynamics-lr 0.01 --batch-size 32 --num-models 3 --num-elites 2 --torch-threads 1 --device cpu"
 ).split()
+PENDULUM = "--gym-id", "Pendulum-v1", "--env-id", "Pendulum-v1"
 TRAIN_COLUMNS = "critic_loss actor_loss q q_max target f f_max alpha entropy data_q value_gap".split()
 
 
@@ -234,7 +235,7 @@ def test_patience_ends_dynamics_training(runs):
 
 def test_another_environment(runs):
     """Pendulum: 200-step episodes, actions between -2 and 2, no termination rule, no reference returns."""
-    folder = runs.run("--gym-id", "Pendulum-v1", dataset="pendulum")
+    folder = runs.run(*PENDULUM, dataset="pendulum")
     assert folder.name.startswith("Pendulum-v1__micro__1__")
     assert column(folder, "score") == column(folder, "return_mean")
     assert column(folder, "rollout_ended") == [0, 0]
@@ -256,7 +257,7 @@ def test_a_trained_ensemble_serves_another_run(runs, capsys):
 
 
 def test_an_ensemble_that_does_not_fit(runs, tmp_path):
-    other = runs.run("--gym-id", "Pendulum-v1", dataset="pendulum")
+    other = runs.run(*PENDULUM, dataset="pendulum")
     (tmp_path / "torn.pt").write_bytes((other / "dynamics.pt").read_bytes()[:500])
     for path in (other / "dynamics.pt", other / "args.json", tmp_path / "torn.pt", tmp_path / "absent.pt"):
         message = runs.interrupted("--dynamics-path", path)[1]
@@ -321,7 +322,8 @@ def test_the_schedule(runs, monkeypatch):
 def test_offline_rows_come_first(ratio, offline, runs, datasets, monkeypatch):
     """int(32 (1 - model_ratio)) rows of the batch are the dataset's, and the rest are the model's."""
     with h5py.File(datasets["hopper"]) as file:
-        known = {(tuple(obs), tuple(next_obs)) for obs, next_obs in zip(file["observations"][()], file["next_observations"][()])}
+        pairs = zip(file["observations"][()], file["next_observations"][()])
+        known = {(tuple(obs), tuple(next_obs)) for obs, next_obs in pairs}
     batches = []
     without_training(monkeypatch, lambda agent, batch: batches.append(batch))
     runs.run("--model-ratio", ratio)
@@ -352,7 +354,7 @@ def test_the_folder_and_its_files(finished):
 
 @pytest.mark.parametrize("kind", ["micro", "mobile", "eq8", "none"])
 def test_the_folder_names_the_algorithm_and_the_seed(kind, tmp_path):
-    args = micro.parse_args(["--penalty", kind, "--seed", "7", "--runs-root", str(tmp_path / "deep" / "runs")])
+    args = micro.parse_args(["--env-id", "hopper-medium-v2", "--penalty", kind, "--seed", "7", "--runs-root", str(tmp_path / "deep" / "runs")])
     folder = micro.make_run_dir(args, kind)
     assert folder.is_dir() and folder.parent == tmp_path / "deep" / "runs"
     assert re.fullmatch(rf"hopper-medium-v2__{kind}__7__\d+", folder.name)
@@ -480,6 +482,16 @@ def test_the_same_seed_gives_the_same_run(flags, runs):
     for name in TRAIN_COLUMNS:
         if name not in ("alpha", "f_max"):
             assert column(first, name) != column(other, name), name
+
+
+def test_the_seed_decides_which_rows_are_drawn(runs, monkeypatch):
+    """Not only how the networks begin: the first batches of data of three runs, of which two have the same seed."""
+    batches = []
+    without_training(monkeypatch, lambda agent, batch: batches.append(batch[0]))
+    for seed in (1, 1, 2):
+        runs.run("--seed", seed, "--model-ratio", 0)
+    first, again, other = batches[0], batches[20], batches[40]
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_evaluation_changes_nothing_in_training(runs):
@@ -932,7 +944,8 @@ def test_the_command_line_wins_over_the_preset(task, flags, expected):
 
 
 @pytest.mark.parametrize(
-    "updates, every", [("3000000", 10_000), ("500000", 10_000), ("150000", 3000), ("1000", 20), ("50", 1), ("7", 1), ("150_000", 3000)]
+    "updates, every",
+    [("3000000", 10_000), ("500000", 10_000), ("150000", 3000), ("1000", 20), ("50", 1), ("7", 1), ("150_000", 3000)],
 )
 def test_fifty_evaluations_at_most_10000_apart(updates, every):
     assert micro.parse_args(["--total-updates", updates]).eval_every == every
@@ -945,7 +958,7 @@ def test_fifty_evaluations_at_most_10000_apart(updates, every):
         (["--env-id", "hopper-medium-replay-v2"], {"beta": "0.1", "model-ratio": "0.5", "alpha": "0.1"}),
         (["--env-id", "walker2d-medium-v2"], {"beta": "0.5", "dynamics-max-epochs": "30", "dynamics-patience": "30"}),
         (["--penalty", "mobile", "--env-id", "hopper-medium-v2"], {"beta": "1.5", "alpha": "0.2"}),
-        (["--total-updates", "1000"], {"eval-every": "20", "env-id": "hopper-medium-v2"}),
+        (["--total-updates", "1000"], {"eval-every": "20", "batch-size": "256"}),
     ],
 )
 def test_help_shows_the_values_that_will_be_used(argv, shown, capsys):
