@@ -193,7 +193,7 @@ MOBILE_PRESETS = {  # MOBILE's own
     "walker2d-random": preset(5, 2.0, entropy=False),
 }
 # The shipped data: minutes instead of days. Longer rollouts keep the critic honest where the policy goes.
-LITE_PRESET = dict(total_updates=30_000, rollout_length=20, rollout_batch_size=12_500, model_ratio=0.5, beta=1.0,
+LITE_PRESET = dict(total_updates=20_000, rollout_length=20, rollout_batch_size=12_500, model_ratio=0.5, beta=1.0,
                    auto_alpha=False, alpha=0.05, actor_lr=3e-4, dynamics_max_epochs=20)  # fmt: skip
 
 
@@ -577,7 +577,7 @@ def dynamics_optimizer(ensemble: Ensemble, lr: float) -> torch.optim.Adam:
 def train_dynamics(rows, obs_dim, act_dim, args: Args, device, saved: dict | None, after_epoch) -> dict:
     """What dynamics.pt holds: each network as it was at its best holdout error, best network first.
 
-    `after_epoch` is given the whole state and what to log, and `saved` is such a state to go on from.
+    `after_epoch` is given the whole state (the live tensors) and what to log; `saved` is such a state to go on from.
     """
     rng = generator(device, args.seed, SPLIT)
     holdout_size = max(1, min(int(HOLDOUT_SHARE * len(rows)), 1000))
@@ -744,7 +744,8 @@ def penalty(kind: str, set_values: torch.Tensor, next_value: torch.Tensor) -> to
         return elite_values.mean(0) - elite_values.amin(0)
     if kind == "eq8":
         return next_value - elite_values.amin(0)
-    return elite_values.std(0) if len(elite_values) > 1 else torch.zeros_like(next_value)  # MOBILE
+    assert kind == "mobile"
+    return elite_values.std(0) if len(elite_values) > 1 else torch.zeros_like(next_value)
 
 
 def conservative_target(kind, reward, done, next_value, entropy_bonus, f, beta, gamma, clamp) -> torch.Tensor:
@@ -835,7 +836,7 @@ def target_and_penalty(agent: Agent, ensemble: Ensemble, batch, noise: Noise, ar
     y = conservative_target(
         args.penalty, reward, done, next_value, entropy_bonus, f, args.beta, args.gamma, args.clamp_target
     )
-    return y, f[-max(1, model_rows) :]
+    return y, f[-max(1, model_rows) :]  # at least one row, for the metrics' sake
 
 
 METRICS = ("critic_loss", "actor_loss", "q", "q_min", "q_max", "target", "f", "f_max", "alpha", "entropy")

@@ -550,7 +550,7 @@ def dynamics_optimizer(ensemble: Ensemble, lr: float) -> torch.optim.Adam:
 def train_dynamics(rows, obs_dim, act_dim, args: Args, device, saved: dict | None, after_epoch) -> dict:
     """What dynamics.pt holds: each network as it was at its best holdout error, best network first.
 
-    `after_epoch` is given the whole state and what to log, and `saved` is such a state to go on from.
+    `after_epoch` is given the whole state (the live tensors) and what to log; `saved` is such a state to go on from.
     """
     rng = generator(device, args.seed, SPLIT)
     holdout_size = max(1, min(int(HOLDOUT_SHARE * len(rows)), 1000))

@@ -81,9 +81,8 @@ def hidden_layers(weights: dict, prefix: str, x: np.ndarray) -> np.ndarray:
     return x
 
 
-def oracle_action(agent, obs: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, float]:
+def oracle_action(weights: dict, obs: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, float]:
     """An action and its log-density: the normal's, minus the logarithm of the tanh's slope."""
-    weights = arrays_of(agent.actor)
     hidden = hidden_layers(weights, "body", obs)
     mean = weights["mean.weight"] @ hidden + weights["mean.bias"]
     log_std = np.clip(weights["log_std.weight"] @ hidden + weights["log_std.bias"], -5, 2)
@@ -97,18 +96,17 @@ def oracle_action(agent, obs: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray
     return action, log_prob
 
 
-def oracle_value(critics, obs: np.ndarray, act: np.ndarray) -> float:
+def oracle_value(weights: dict, obs: np.ndarray, act: np.ndarray) -> float:
     """The smallest of the critics' values."""
-    weights, values = arrays_of(critics), []
-    for k in range(len(critics.critics)):
+    values = []
+    for k in range(len(weights) // 6):  # three layers each
         hidden = hidden_layers(weights, f"critics.{k}", np.concatenate([obs, act]))
         values.append((weights[f"critics.{k}.4.weight"] @ hidden + weights[f"critics.{k}.4.bias"])[0])
     return min(values)
 
 
-def oracle_model(ensemble, member: int, obs: np.ndarray, act: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def oracle_model(weights: dict, member: int, obs: np.ndarray, act: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and std of (s' - s, r) by one network."""
-    weights = arrays_of(ensemble)
     x = (np.concatenate([obs, act]) - weights["input_mean"]) / weights["input_std"]
     for layer in range(5):
         x = x @ weights[f"weights.{layer}"][member] + weights[f"biases.{layer}"][member, 0]
@@ -123,14 +121,15 @@ def oracle_model(ensemble, member: int, obs: np.ndarray, act: np.ndarray) -> tup
 def oracle_set_values(agent, ensemble, args, obs, act, state_noise, action_noise) -> np.ndarray:
     draws, _, rows, _ = state_noise.shape
     values = np.zeros((draws, args.num_elites, rows))
+    models, actor, targets = arrays_of(ensemble), arrays_of(agent.actor), arrays_of(agent.target_critics)
     for draw in range(draws):
         for elite in range(args.num_elites):
             shared_or_own = 0 if state_noise.shape[1] == 1 else elite
             for row in range(rows):
-                mean, std = oracle_model(ensemble, elite, obs[row], act[row])
+                mean, std = oracle_model(models, elite, obs[row], act[row])
                 next_obs = obs[row] + mean[:-1] + std[:-1] * state_noise[draw, shared_or_own, row]
-                action, _ = oracle_action(agent, next_obs, action_noise[draw, shared_or_own, row])
-                values[draw, elite, row] = oracle_value(agent.target_critics, next_obs, action)
+                action, _ = oracle_action(actor, next_obs, action_noise[draw, shared_or_own, row])
+                values[draw, elite, row] = oracle_value(targets, next_obs, action)
     return values
 
 
@@ -145,10 +144,11 @@ def oracle_target(agent, ensemble, batch, noise, args) -> tuple[np.ndarray, np.n
     alpha = math.exp(agent.temperature.log_alpha.item())
     if args.auto_alpha and alpha > 1:
         alpha = 1.0
+    actor, targets = arrays_of(agent.actor), arrays_of(agent.target_critics)
     y, f = np.zeros(len(obs)), np.zeros(len(obs))
     for row in range(len(obs)):
-        action, log_prob = oracle_action(agent, next_obs[row], noise.next_action[row])
-        next_value = oracle_value(agent.target_critics, next_obs[row], action)
+        action, log_prob = oracle_action(actor, next_obs[row], noise.next_action[row])
+        next_value = oracle_value(targets, next_obs[row], action)
         if row >= data_rows and args.penalty != "none":
             values = []  # one for each elite: the mean over its draws
             for elite in range(args.num_elites):
@@ -329,10 +329,9 @@ def test_target_never_rises_with_beta(set_values, reward, next_value, bonus, bet
     done = torch.tensor([0.0, 1.0], dtype=torch.float64)
     for kind in ("micro", "mobile"):
         f = micro.penalty(kind, set_values, next_value).clamp(min=0)  # the clamp only takes off rounding below 0
-        low, high = (
-            micro.conservative_target(kind, reward, done, next_value, bonus, f, b, 0.99, clamp) for b in (beta, beta + more)
-        )
-        assert (high <= low).all()
+        y = micro.conservative_target(kind, reward, done, next_value, bonus, f, beta, 0.99, clamp)
+        lower = micro.conservative_target(kind, reward, done, next_value, bonus, f, beta + more, 0.99, clamp)
+        assert (lower <= y).all()
 
 
 @given(numbers(4), numbers(4), numbers(4), numbers(4), st.floats(0, 10), st.booleans())
