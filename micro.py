@@ -551,6 +551,10 @@ class Critics(nn.Module):
 # === end shared ===
 
 
+HOLDOUT_SHARE = 0.2
+LOGVAR_COEFFICIENT = 0.01
+
+
 # === shared: dynamics ===
 WEIGHT_DECAYS = (2.5e-5, 5e-5, 7.5e-5, 7.5e-5, 1e-4)  # one a layer, weights only
 
@@ -644,9 +648,6 @@ def load_dynamics(saved: dict, obs_dim: int, act_dim: int, args: Args, device) -
 
 
 # === end shared ===
-
-HOLDOUT_SHARE = 0.2
-LOGVAR_COEFFICIENT = 0.01
 
 
 # === shared: rollouts ===

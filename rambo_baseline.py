@@ -2,9 +2,9 @@
 
 Paper: Rigter, Lacerda and Hawes, "RAMBO-RL: Robust Adversarial Model-Based Offline Reinforcement Learning", NeurIPS 2022.
 
-Idea: a two-player game. SAC learns on short rollouts of a dynamics ensemble, and between its updates the ensemble itself
-is trained against it: towards transitions of low value (a policy gradient on the model), while a supervised term holds it
-to the data. Pessimism comes from the model, where MICRO takes it from the Bellman target.
+Idea: a two-player game. SAC learns on short rollouts of a dynamics ensemble, and between its updates the ensemble is
+trained against it: towards transitions of low value (a policy gradient on the model), while a supervised term holds it to
+the data. Pessimism comes from the model, where MICRO takes it from the Bellman target.
 
     what                                                     paper      here
     dynamics ensemble, elites, branched rollouts             Sec. 4     Ensemble, train_dynamics, rollout
@@ -524,6 +524,10 @@ class Critics(nn.Module):
 # === end shared ===
 
 
+HOLDOUT_SHARE = 0.1
+LOGVAR_COEFFICIENT = 0.001
+
+
 # === shared: dynamics ===
 WEIGHT_DECAYS = (2.5e-5, 5e-5, 7.5e-5, 7.5e-5, 1e-4)  # one a layer, weights only
 
@@ -617,9 +621,6 @@ def load_dynamics(saved: dict, obs_dim: int, act_dim: int, args: Args, device) -
 
 
 # === end shared ===
-
-HOLDOUT_SHARE = 0.1
-LOGVAR_COEFFICIENT = 0.001
 
 
 # === shared: rollouts ===
