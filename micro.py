@@ -117,7 +117,7 @@ class Args:
     penalty: Literal["micro", "eq8", "mobile", "none"] = "micro"
     """mean minus minimum over elites, Eq. 8 to the letter, MOBILE's std over elites, or plain model-based SAC"""
     penalty_draws: int = 2
-    """next states drawn from each elite behind the penalty"""
+    """next states drawn from each elite behind the penalty (0: each elite's mean, and the policy's mode)"""
     common_noise: bool = True
     """the elites share their draws, in antithetic pairs: less noise in f for less work"""
     model_ratio: float = 0.95
@@ -261,7 +261,7 @@ def check_args(args: Args) -> None:
     if args.num_elites > args.num_models:
         fail(f"--num-elites {args.num_elites} is more than --num-models {args.num_models}")
     for name, value in vars(args).items():
-        least = 1 if type(value) is int and name not in ("seed", "bc_epochs") else 0
+        least = 1 if type(value) is int and name not in ("seed", "bc_epochs", "penalty_draws") else 0
         most = 1 if name in ("model_ratio", "gamma", "tau") else math.inf
         if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
             fail(f"--{name.replace('_', '-')} {value} is not between {least} and {most}")
@@ -773,6 +773,8 @@ class Noise(NamedTuple):
 
 def draw_noise(args: Args, model_rows: int, obs_dim: int, act_dim: int, rng: torch.Generator) -> Noise:
     def for_set(dim: int) -> torch.Tensor:
+        if args.penalty_draws == 0:  # no noise: the elites' means and the policy's mode
+            return torch.zeros(1, 1, model_rows, dim, device=rng.device)
         if not args.common_noise:
             return normal(rng, args.penalty_draws, args.num_elites, model_rows, dim)
         half = normal(rng, (args.penalty_draws + 1) // 2, 1, model_rows, dim)

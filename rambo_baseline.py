@@ -234,7 +234,7 @@ def check_args(args: Args) -> None:
     if args.num_elites > args.num_models:
         fail(f"--num-elites {args.num_elites} is more than --num-models {args.num_models}")
     for name, value in vars(args).items():
-        least = 1 if type(value) is int and name not in ("seed", "bc_epochs") else 0
+        least = 1 if type(value) is int and name not in ("seed", "bc_epochs", "penalty_draws") else 0
         most = 1 if name in ("model_ratio", "gamma", "tau") else math.inf
         if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
             fail(f"--{name.replace('_', '-')} {value} is not between {least} and {most}")

@@ -379,6 +379,24 @@ def test_common_noise_is_shared_and_in_antithetic_pairs(draws):
     assert len(pairs) == draws // 2 and len({i for pair in pairs for i in pair}) == 2 * len(pairs)
 
 
+@pytest.mark.parametrize("common_noise", [True, False])
+def test_no_draws_means_the_elites_means_and_the_policys_mode(common_noise):
+    args = make_args(penalty_draws=0, common_noise=common_noise)
+    agent, ensemble, (obs, act, *_), noise = make_agent(args), make_ensemble(args), make_batch(), make_noise(args)
+    obs, act = obs[-MODEL_ROWS:], act[-MODEL_ROWS:]
+    values = micro.uncertainty_set_values(
+        ensemble, args.num_elites, agent.actor, agent.target_critics, obs, act, noise.set_state, noise.set_action
+    )
+    models, actor, targets = arrays_of(ensemble), arrays_of(agent.actor), arrays_of(agent.target_critics)
+    for elite in range(args.num_elites):
+        for row in range(MODEL_ROWS):
+            mean, _ = oracle_model(models, elite, obs[row].numpy(), act[row].numpy())
+            next_obs = obs[row].numpy() + mean[:-1]
+            mode = np.tanh(actor["mean.weight"] @ hidden_layers(actor, "body", next_obs) + actor["mean.bias"])
+            np.testing.assert_allclose(values[0, elite, row], oracle_value(targets, next_obs, mode), **CLOSE)
+    assert values.shape == (1, args.num_elites, MODEL_ROWS)
+
+
 def test_noise_is_standard_normal_and_otherwise_independent():
     """Between elites, draws, rows and parts there is no correlation beyond chance (some 0.01 here)."""
     rows = 10_000
