@@ -11,7 +11,6 @@ threads. Times are the fastest tenth of many repetitions, so that other processe
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -254,14 +253,32 @@ def markdown(rows: list[dict], about: dict) -> str:
         phases = [f"{row[f'{phase}_ms']:.2f}" for phase in ("sampling", "target", "critic", "actor", "rest") if "rest_ms" in row]
         cells = [row["threads"], row["shape"], row["batch"] or "", row["what"], f"{row['ms']:.1f}", f"{row['bound_ms']:.1f}"]
         lines += ["| " + " | ".join(map(str, [*cells, f"{100 * row['of_bound']:.0f} %", " / ".join(phases)])) + " |"]
-    gains = {}
-    for row in rows:
-        gains.setdefault((row["shape"], row["batch"], row["what"]), {})[row["threads"]] = row["ms"]
-    for (shape, batch, what), took in gains.items():
-        if {1, 2} <= took.keys() and shape == "hopper" and batch != 1024:
-            lines += ["", "Two threads against one, hopper: "] if "Two threads" not in " ".join(lines) else []
-            lines[-1] += f"{what} {took[1] / took[2]:.2f}x; "
-    return "\n".join(lines).rstrip("; ") + "\n"
+    return "\n".join([*lines, "", *all_told(rows), "", *gains(rows)]) + "\n"
+
+
+def all_told(rows: list[dict]) -> list[str]:
+    """What one update costs with its share of the rollouts (50 000 x 5 every 1000) and of the adversary (one an update)."""
+    lines = ["| threads | shapes | an update all told, batch 256 | ms | update | adversary | rollouts |", "|---|---|---|---|---|---|---|"]
+    took = {(row["threads"], row["shape"], row["what"]): row["ms"] for row in rows if row["batch"] in (256, None)}
+    for (threads, shape, what), update in took.items():
+        if what.startswith(("micro", "mobile")) or what == "rambo":
+            rollouts = took[threads, shape, "rollouts, 50 000 x 5"] / 1000
+            adversary = took[threads, shape, "rambo, adversarial update"] if what == "rambo" else 0.0
+            total = update + adversary + rollouts
+            shares = [f"{100 * part / total:.0f} %" for part in (update, adversary, rollouts)]
+            lines.append("| " + " | ".join([str(threads), shape, what, f"{total:.1f}", *shares]) + " |")
+    return lines
+
+
+def gains(rows: list[dict]) -> list[str]:
+    """How many times faster two threads are than one."""
+    one, two = ({(r["shape"], r["batch"], r["what"]): r["ms"] for r in rows if r["threads"] == n} for n in (1, 2))
+    both = [(f"{shape}, {what}" + f", batch {batch}" * bool(batch), one[key] / two[key])
+            for key in one.keys() & two.keys() for shape, batch, what in [key]]  # fmt: skip
+    if not both:
+        return []
+    lines = ["| two threads against one | times faster |", "|---|---|"]
+    return lines + [f"| {name} | {gain:.2f} |" for name, gain in sorted(both)]
 
 
 def main(args: Args) -> None:
@@ -274,7 +291,7 @@ def main(args: Args) -> None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(about | dict(rows=rows), indent=1))
         args.output.with_suffix(".md").write_text(markdown(rows, about))
-    print(re.sub(r"\n\n+", "\n\n", markdown(rows, about)))
+    print(markdown(rows, about))
 
 
 if __name__ == "__main__":
