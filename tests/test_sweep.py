@@ -1,0 +1,629 @@
+"""Sweeps of tiny runs, real ones and stand-ins that cost no training, on Ray and on the local pool; and the report."""
+
+import csv
+import itertools
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import h5py
+import numpy as np
+import pytest
+import scipy.stats
+
+import micro
+import sweep
+
+ROOT = Path(sweep.__file__).resolve().parent
+TINY = (
+    "--dynamics-hidden-size 16 --hidden-size 16 --rollout-batch-size 50 --eval-episodes 1 --dynamics-max-epochs 1 "
+    "--batch-size 32 --num-models 3 --num-elites 2"
+).split()
+
+# In place of the training scripts: the same files and exit statuses, steps of 20 ms instead of learning. A step is a line of
+# trace.txt; two processes at once in one job's folder leave the line "overlap".
+STAND_IN = """
+import argparse, fcntl, json, os, signal, sys, time
+from pathlib import Path
+parser = argparse.ArgumentParser()
+for name in ("env-id", "seed", "penalty", "runs-root", "resume", "torch-threads", "device", "dataset-path", "dynamics-path"):
+    parser.add_argument("--" + name)
+parser.add_argument("--steps", type=int, default=5)
+parser.add_argument("--broken-seed")
+args = parser.parse_args()
+run = Path(args.resume or Path(args.runs_root) / "run")
+run.mkdir(exist_ok=True)
+trace, lock = open(run.parent / "trace.txt", "a", buffering=1), open(run / "lock", "w")
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("overlap", file=trace)
+if not args.resume:
+    (run / "args.json").write_text(json.dumps(vars(args)))
+args = argparse.Namespace(**json.loads((run / "args.json").read_text()))
+print("start", os.getpid(), os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES"), file=trace)
+if args.broken_seed == args.seed:
+    sys.exit("this seed is broken")
+if not args.dynamics_path:
+    time.sleep(0.3)
+    (run / "dynamics.pt").write_text("ensemble of " + run.parent.name)
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+done = int((run / "checkpoint.pt").read_text()) if (run / "checkpoint.pt").exists() else 0
+while done < args.steps:
+    time.sleep(0.02)
+    done += 1
+    print("step", done, file=trace)
+    (run / "checkpoint.new").write_text(str(done))
+    os.replace(run / "checkpoint.new", run / "checkpoint.pt")
+    print(f"update {done}: score 12.5 ± 1.0, Q 1.0, 7 min left", flush=True)
+    if asked:
+        sys.exit(143)
+(run / "result.json").write_text(json.dumps(dict(last_10_mean=12.5)))
+"""
+
+
+@pytest.fixture(scope="module")
+def ray():
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-dev.txt")
+    # Workers import sweep by name.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "received_signals", [])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """A folder with a copy of sweep.py and stand-ins for the scripts beside it; the imported sweep uses them too."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    shutil.copy(ROOT / "sweep.py", folder)
+    for name in ("micro.py", "rambo_baseline.py"):
+        (folder / name).write_text(STAND_IN)
+    monkeypatch.setattr(sweep, "SCRIPTS", folder)
+    return folder
+
+
+@pytest.fixture(params=["local", "ray"])
+def where(request):
+    """Both ways to run: flags of sweep.py."""
+    if request.param == "ray":
+        request.getfixturevalue("ray")
+    return ["--local"] if request.param == "local" else []
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """Random actions in Hopper-v4, in D4RL's format."""
+    env, rng = gym.make("Hopper-v4"), np.random.default_rng(0)
+    keys = "observations", "actions", "rewards", "next_observations", "terminals", "timeouts"
+    columns = {key: [] for key in keys}
+    obs, _ = env.reset(seed=0)
+    for _ in range(400):
+        action = rng.uniform(-1, 1, 3).astype(np.float32)
+        next_obs, reward, terminated, truncated, _ = env.step(action)
+        for key, value in zip(keys, (obs, action, reward, next_obs, terminated, truncated)):
+            columns[key].append(value)
+        obs = env.reset()[0] if terminated or truncated else next_obs
+    path = tmp_path_factory.mktemp("data") / "hopper.hdf5"
+    with h5py.File(path, "w") as file:
+        for key, values in columns.items():
+            file[key] = np.array(values)
+    return path
+
+
+def trace(job_folder):
+    path = Path(job_folder) / "trace.txt"
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def steps(job_folder):
+    return [int(line[1]) for line in trace(job_folder) if line[0] == "step"]
+
+
+def starts(job_folder):
+    return [line for line in trace(job_folder) if line[0] == "start"]
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+    return value
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def training_pid(script, folder):
+    """The process that trains in a job's folder (it names the folder in its command line)."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if len(words) > 1 and words[1].endswith(script) and any(word.startswith(str(folder)) for word in words):
+            return int(path.parent.name)
+
+
+def in_background(function, *arguments):
+    failures = []
+
+    def run():
+        try:
+            function(*arguments)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, failures
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def real_sweep(ray, dataset, tmp_path_factory):
+    """micro, mobile and rambo on a local Ray: the command, its exit status and its folder."""
+    root = tmp_path_factory.mktemp("real")
+    command = ["--algorithms", "micro", "mobile", "rambo", "--tasks", f"hopper-medium-v2={dataset}", "--seeds", "1"]
+    command += ["--runs-root", str(root), "--retries", "0", "--", *TINY, "--total-updates", "20"]
+    command += ["--", "rambo", "--bc-epochs", "1", "--adversarial-every", "10", "--adversarial-updates", "2"]
+    return command, sweep.main(command), root
+
+
+def test_real_runs_on_ray_are_all_done_and_share_the_ensemble(real_sweep):
+    _, status, root = real_sweep
+    assert status == 0, [sweep.last_line(path) for path in root.glob("*/log.txt")]
+    results = {path.parts[-3].split("__")[1]: json.loads(path.read_text()) for path in root.glob("*/*/result.json")}
+    assert results.keys() == {"micro", "mobile", "rambo"}
+    assert {name: result["algorithm"] for name, result in results.items()} == {name: name for name in results}
+    assert all(result["args"]["torch_threads"] == result["machine"]["threads"] == 1 for result in results.values())
+    (trained,) = root.glob("hopper-medium-v2__micro__1/*/dynamics.pt")
+    assert results["mobile"]["args"]["dynamics_path"] == str(trained) and results["mobile"]["seconds"]["dynamics"] == 0
+    assert results["micro"]["args"]["dynamics_path"] is results["rambo"]["args"]["dynamics_path"] is None
+    assert results["rambo"]["args"]["bc_epochs"] == 1 and results["rambo"]["args"]["total_updates"] == 20
+    note = sweep.running_note(root / "hopper-medium-v2__micro__1" / "log.txt")
+    assert "$ python" in (root / "hopper-medium-v2__micro__1" / "log.txt").read_text() and "files:" in note
+    evaluation = next(line for line in (trained.parent.parent / "log.txt").read_text().splitlines() if "update 20:" in line)
+    (root / "line.txt").write_text(evaluation + "\n")  # the scripts' line, as the live table reads it
+    assert re.fullmatch(r"update 20, score -?[\d.]+, 0 min left", sweep.running_note(root / "line.txt"))
+
+
+def test_a_second_start_does_nothing(real_sweep, monkeypatch, capsys):
+    command, _, root = real_sweep
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+    monkeypatch.setattr(sweep, "choose_pool", lambda args: pytest.fail("nothing is left to run"))
+    assert sweep.main(command) == 0
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()} == before
+    assert "3 runs, of which 3 are finished" in capsys.readouterr().out
+
+
+def test_the_report_takes_real_runs(real_sweep, tmp_path):
+    text = sweep.report(sweep.ReportArgs(runs_root=str(real_sweep[2]), output_dir=str(tmp_path / "report"))).read_text()
+    assert "Stand-in data" in text and "## D4RL data" not in text
+    assert [line["algorithm"] for line in read_csv(tmp_path / "report" / "stand-in-scores.csv")] == ["micro", "mobile", "rambo"]
+    assert [line["dynamics, s"] == "shared" for line in read_csv(tmp_path / "report" / "stand-in-times.csv")] == [0, 1, 0]
+
+
+def test_a_real_run_whose_process_and_whose_ray_worker_are_killed_is_resumed_not_restarted(ray, dataset, tmp_path):
+    """The progress.csv that comes out is that of a run that was left alone."""
+    flags = [*TINY, "--total-updates", "300", "--eval-every", "20"]
+    alone = [sys.executable, str(ROOT / "micro.py"), "--env-id", "hopper-medium-v2", "--dataset-path", str(dataset), "--seed", "1"]
+    alone += ["--torch-threads", "1", "--device", "cpu", "--runs-root", str(tmp_path / "alone"), *flags]
+    undisturbed = subprocess.Popen(alone, stdout=subprocess.DEVNULL, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    job_folder, updates_seen = tmp_path / "killed" / "hopper-medium-v2__micro__1", []
+
+    def updates_done():
+        paths = list(job_folder.glob("*/progress.csv"))
+        return paths and len(read_csv(paths[0])) * 20
+
+    def kill_twice():
+        for victim in (lambda pid: pid, parent):  # the training process, then the Ray worker that watches it
+            begun = updates_seen[-1] if updates_seen else 0
+            pid = wait_for(lambda: updates_done() and updates_done() > begun and training_pid("micro.py", job_folder))
+            updates_seen.append(updates_done())
+            os.kill(victim(pid), signal.SIGKILL)
+            wait_for(lambda: not alive(pid))
+
+    thread, failures = in_background(kill_twice)
+    command = ["--algorithms", "micro", "--tasks", f"hopper-medium-v2={dataset}", "--seeds", "1", "--retries", "2"]
+    status = sweep.main([*command, "--runs-root", str(tmp_path / "killed"), "--", *flags, "--checkpoint-every", "10"])
+    thread.join()
+    assert not failures and status == 0
+    assert updates_seen[0] < updates_seen[1] < 300
+    commands = [line for line in (job_folder / "log.txt").read_text().splitlines() if line.startswith("$ ")]
+    assert ["--resume" in line for line in commands] == [False, True, True]
+    assert undisturbed.wait() == 0
+    (expected,), (got,) = tmp_path.glob("alone/*/progress.csv"), job_folder.glob("*/progress.csv")
+    assert got.read_text() == expected.read_text()
+
+
+# --- the queue and its faults, with stand-ins for the scripts -----------------------------------------------------------
+def test_killed_processes_are_resumed(stand_ins, where, tmp_path):
+    folder = tmp_path / "runs" / "task__micro__1"
+
+    def kill():
+        wait_for(lambda: len(steps(folder)) >= 5)
+        os.kill(int(starts(folder)[0][1]), signal.SIGKILL)
+
+    thread, failures = in_background(kill)
+    command = ["--algorithms", "micro", "--tasks", "task", "--seeds", "1", "--runs-root", "runs", "--", "--steps", "40"]
+    assert sweep.main([*where, *command]) == 0
+    thread.join()
+    assert not failures and len(starts(folder)) == 2
+    assert sorted(set(steps(folder))) == list(range(1, 41)) and len(steps(folder)) <= 41  # it went on where it was
+    assert ["overlap"] not in trace(folder)
+
+
+def test_a_ray_worker_takes_its_training_process_with_it(stand_ins, ray, tmp_path):
+    folder = tmp_path / "runs" / "task__rambo__1"
+
+    def kill():
+        wait_for(lambda: len(steps(folder)) >= 5)
+        pid = int(starts(folder)[0][1])
+        os.kill(parent(pid), signal.SIGKILL)
+        wait_for(lambda: not alive(pid), seconds=5)
+
+    thread, failures = in_background(kill)
+    command = ["--algorithms", "rambo", "--tasks", "task", "--seeds", "1", "--runs-root", "runs", "--", "--steps", "200"]
+    assert sweep.main(command) == 0
+    thread.join()
+    assert not failures and len(starts(folder)) == 2 and ["overlap"] not in trace(folder)
+    assert sorted(set(steps(folder))) == list(range(1, 201)) and len(steps(folder)) <= 201
+
+
+def test_a_run_that_always_fails_is_reported_and_does_not_stop_the_others(stand_ins, where, tmp_path, capsys):
+    command = ["--algorithms", "micro", "none", "rambo", "--tasks", "task", "--seeds", "2", "--runs-root", "runs", "--retries", "1"]
+    command += ["--", "--broken-seed", "1"]
+    assert sweep.main([*where, *command]) == 1
+    out = capsys.readouterr().out
+    assert "failed after 2 attempts: task__micro__1: this seed is broken" in out
+    assert "task__none__1: it needs the dynamics ensemble of task__micro__1, which failed" in out
+    assert "3 done, 3 failed" in out
+    finished = {path.parts[-3] for path in (tmp_path / "runs").rglob("result.json")}
+    assert finished == {"task__micro__2", "task__none__2", "task__rambo__2"}
+    assert len(starts("runs/task__micro__1")) == len(starts("runs/task__rambo__1")) == 2
+    assert not Path("runs/task__none__1").exists()
+    for line in "task__micro__1: queued: attempt 1 ended: this seed is broken", "task__micro__2: done: score 12.5":
+        assert line in out.splitlines()
+
+
+def test_runs_get_the_threads_and_gpus_that_were_granted(stand_ins, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    command = ["--local", "--algorithms", "rambo", "--tasks", "task", "--seeds", "4", "--runs-root", "runs"]
+    assert sweep.main([*command, "--cpus-per-run", "2", "--gpus-per-run", "0.5", "--", "--steps", "20"]) == 0
+    granted = [starts(f"runs/task__rambo__{seed}")[0][2:] for seed in (1, 2, 3, 4)]
+    assert sorted(granted) == [["2", "3"], ["2", "3"], ["2", "5"], ["2", "5"]]
+    args = json.loads(Path("runs/task__rambo__1/run/args.json").read_text())
+    assert args["torch_threads"] == "2" and args["device"] is None
+
+
+def test_the_ensemble_is_trained_once_and_waiting_takes_no_place(stand_ins, tmp_path, monkeypatch):
+    """One place: while the ensemble of seed 1 is trained nothing else runs, and what waited for it comes next."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(1), raising=False)
+    command = ["--local", "--algorithms", "mobile", "rambo", "micro", "--tasks", "b", "a", "--seeds", "2", "--runs-root", "runs"]
+    assert sweep.main(command) == 0
+    order = sorted(Path("runs").glob("*/run/args.json"), key=lambda path: path.stat().st_mtime_ns)
+    names = [path.parts[1] for path in order]
+    # mobile waits for micro's ensemble; RAMBO, which needs none of it, goes first; b was given before a
+    expected = [f"{task}__{algorithm}__{seed}" for task in "ba" for seed in (1, 2) for algorithm in ("rambo", "micro", "mobile")]
+    assert names == expected
+    for task, seed in itertools.product("ab", (1, 2)):
+        args = json.loads(Path(f"runs/{task}__mobile__{seed}/run/args.json").read_text())
+        assert Path(args["dynamics_path"]).read_text() == f"ensemble of {task}__micro__{seed}"
+        assert args["device"] == "cpu"
+
+
+def plan(*argv):
+    own, words = sweep.split_command_line(list(argv))
+    return {job.name: job for job in sweep.plan(sweep.tyro.cli(sweep.Args, args=own), words)}
+
+
+def test_only_equal_ensembles_are_shared():
+    jobs = plan("--algorithms", "mobile", "none", "eq8", "rambo", "--tasks", "task", "--seeds", "1")
+    assert {job.name: job.trainer and job.trainer.name for job in jobs.values()} == {
+        "task__mobile__1": "task__eq8__1", "task__none__1": "task__eq8__1", "task__eq8__1": None, "task__rambo__1": None
+    }  # fmt: skip
+    jobs = plan("--algorithms", "micro", "mobile", "--tasks", "task", "--seeds", "1", "--", "mobile", "--dynamics-patience", "9")
+    assert jobs["task__mobile__1"].trainer is None
+
+
+def test_flags_of_one_algorithm_win_over_the_common_ones():
+    rambo, common = ["--", "rambo", "--total-updates", "50", "--common-noise"], ["--", "--total-updates=9", "--no-common-noise"]
+    for extra in (rambo + common, common + rambo):
+        jobs = plan("--algorithms", "micro", "rambo", "--tasks", "task", "--seeds", "1", *extra)
+        assert jobs["task__rambo__1"].flags.items() >= {"total-updates": ["50"], "common-noise": []}.items()
+        assert jobs["task__micro__1"].flags.items() >= {"total-updates": ["9"], "no-common-noise": []}.items()
+        assert "no-common-noise" not in jobs["task__rambo__1"].flags
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--tasks", "a=x", "a=y"], "only once"),
+        (["--tasks", "../a"], "names a folder"),
+        (["--tasks", "a=missing.hdf5"], "cannot read the dataset missing.hdf5"),
+        (["--seeds", "0"], "--seeds and --cpus-per-run are at least 1"),
+        (["--gpus-per-run", "2"], "--gpus-per-run between 0 and 1"),
+        (["--", "--seed", "3"], "--seed is set by the sweep itself"),
+        (["--", "--dataset_path=x"], "--dataset-path is set by the sweep itself"),
+        (["--", "ppo", "--beta", "1"], "not ppo"),
+        (["--local", "--ray-address", "auto"], "--ray-address needs Ray"),
+        (["--local", "--cpus-per-run", "9999"], "too few for one run"),
+        (["--local", "--gpus-per-run", "0.5"], "0 GPUs: too few for one run"),
+    ],
+)
+def test_refused_input(argv, message, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit, match=re.escape(message)) as error:
+        sweep.main(argv)
+    assert "\n" not in str(error.value) and not any(Path().iterdir())
+
+
+def test_a_second_start_with_other_flags_or_data_is_refused_by_name(stand_ins, tmp_path):
+    Path("data.hdf5").write_bytes(b"first")
+    command = ["--local", "--algorithms", "micro", "--tasks", "task=data.hdf5", "--seeds", "1", "--runs-root", "runs"]
+    assert sweep.main([*command, "--", "--steps", "3"]) == 0
+    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    for flags, message in (["--steps", "4"], "--steps was 3 and is now 4"), ([], "--steps was 3 and is now not given"):
+        with pytest.raises(SystemExit, match=f"task__micro__1 was begun .* otherwise: {message}"):
+            sweep.main([*command, "--", *flags])
+    Path("moved.hdf5").write_bytes(b"first")
+    command[4] = "task=moved.hdf5"
+    assert sweep.main([*command, "--", "--steps", "3", "--device", "cpu"]) == 0  # neither changes the result
+    Path("moved.hdf5").write_bytes(b"second")
+    with pytest.raises(SystemExit, match="the dataset is another file"):
+        sweep.main([*command, "--", "--steps", "3"])
+    command[4] = "task"
+    with pytest.raises(SystemExit, match="the dataset is another file"):
+        sweep.main([*command, "--", "--steps", "3"])
+    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
+
+
+def test_what_may_differ_when_a_sweep_goes_on_may_change_in_the_scripts():
+    assert {name.replace("-", "_") for name in sweep.TECHNICAL} <= micro.MAY_CHANGE
+    assert sweep.NO_SETTING <= {field.name for field in sweep.dataclasses.fields(micro.Args)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_runs_save_and_the_same_command_goes_on(stand_ins, number):
+    command = [sys.executable, str(stand_ins / "sweep.py"), "--local", "--algorithms", "micro", "--tasks", "task", "--seeds", "1"]
+    command += ["--runs-root", "runs", "--", "--steps", "60"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: len(steps("runs/task__micro__1")) >= 3)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "the same command goes on from the checkpoints" in out
+    reached = steps("runs/task__micro__1")
+    assert 3 <= len(reached) < 60 and not any(Path("runs").glob(".stop*"))
+    assert not alive(starts("runs/task__micro__1")[0][1])
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert steps("runs/task__micro__1") == list(range(1, 61))  # nothing twice, nothing lost
+
+
+def test_no_run_outlives_a_sweep_that_is_killed(stand_ins):
+    command = [sys.executable, str(stand_ins / "sweep.py"), "--local", "--algorithms", "micro", "--tasks", "task", "--seeds", "1"]
+    process = subprocess.Popen([*command, "--runs-root", "runs", "--", "--steps", "3000"], stdout=subprocess.DEVNULL)
+    wait_for(lambda: steps("runs/task__micro__1"))
+    process.kill()
+    process.wait()
+    wait_for(lambda: not alive(starts("runs/task__micro__1")[0][1]), seconds=5)
+
+
+def test_two_sweeps_do_not_run_one_job_at_once(stand_ins, monkeypatch):
+    Path("job").mkdir()
+    with open("job/log.txt", "ab") as log:
+        sweep.fcntl.flock(log, sweep.fcntl.LOCK_EX)
+        monkeypatch.setattr(sweep.time, "sleep", lambda seconds: None)
+        outcome = sweep.run_job("job", str(stand_ins / "micro.py"), {}, 1, "stop", {})
+    assert outcome == (1, "another process is running it") and not starts("job")
+
+
+def test_without_ray_it_runs_and_says_so(stand_ins, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    command = ["--algorithms", "micro", "--tasks", "task", "--seeds", "1", "--runs-root", "runs"]
+    assert sweep.main(command) == 0
+    assert "a local pool of processes (Ray is not installed)" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--ray-address needs Ray"):
+        sweep.main([*command, "--seeds", "2", "--ray-address", "auto"])
+
+
+def test_the_table_on_a_terminal(stand_ins):
+    ours, theirs = pty.openpty()
+    sweep.fcntl.ioctl(theirs, sweep.__dict__.get("TIOCSWINSZ", 0x5414), b"\x28\x00\x78\x00\x00\x00\x00\x00")  # 40 x 120
+    command = [sys.executable, str(stand_ins / "sweep.py"), "--local", "--algorithms", "micro", "none", "--tasks", "task"]
+    command += ["--seeds", "1", "--runs-root", "runs", "--", "--steps", "60"]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=os.environ | dict(COLUMNS="120", LINES="40"))
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+    assert process.wait() == 0
+    frames = seen.decode().split("\x1b[J")
+    assert any(re.search(r"micro__1 +running +update \d+, score 12.5, 7 min left", frame) for frame in frames)
+    assert "needs the dynamics ensemble of task__micro__1" in frames[1] and "queued" in frames[1]
+    assert re.search(r"micro__1 +done +score 12.5\s+task__none__1 +done +score 12.5\s+0 queued, 0 running, 2 done", frames[-1])
+    assert all("\x1b[3F" in frame for frame in frames[1:-1])  # each frame is drawn over the last: two jobs and the counts
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+def read_csv(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_result(folder, algorithm, seed, scores, env_id="hopper-medium-v2", is_d4rl=False, sha256="a" * 64, seconds=None, **args):
+    result = dict(algorithm=algorithm, gym_id="Hopper-v4", args=dict(env_id=env_id, seed=seed, dynamics_path=None, beta=1.0) | args)
+    result |= dict(dataset=dict(file="data.hdf5", sha256=sha256, rows=10, is_d4rl=is_d4rl))
+    result |= dict(machine=dict(device="cpu: some", threads=1))
+    result |= dict(seconds=seconds or dict(dynamics=3.0, rollouts=1.0, updates=2.0, evaluation=9.0))
+    result |= dict(evaluations=[dict(update=100 * (i + 1), score=score, returns=[]) for i, score in enumerate(scores)])
+    result |= {f"last_{n}_mean": sum(scores[-n:]) / len(scores[-n:]) for n in (5, 10)}
+    Path(folder).mkdir(parents=True)
+    (Path(folder) / "result.json").write_text(json.dumps(result))
+
+
+def make_report():
+    sweep.report(sweep.ReportArgs(runs_root="runs", output_dir="report"))
+    return Path("report/report.md").read_text()
+
+
+def test_the_scores_are_those_computed_by_hand():
+    write_result("runs/1", "micro", 1, [0.0] * 10 + [2.0] * 5 + [10.0] * 5)  # last 5: 10, last 10: 6, the 10 before: 0
+    write_result("runs/2", "micro", 2, [0.0] * 10 + [6.0] * 5 + [20.0] * 5)  # last 5: 20, last 10: 13
+    make_report()
+    (line,) = read_csv("report/stand-in-scores.csv")
+    assert (line["last 5"], line["last 10"]) == ("15.0 ± 5.0", "9.5 ± 3.5")
+    assert (line["change over the last 10"], line["seeds"], line["updates"]) == ("+9.5", "2", "2000")
+    (line,) = read_csv("report/stand-in-times.csv")
+    assert line["ms per update"] == "1.50"  # (1 + 2) s / 2000
+    assert [line[f"{phase}, s"] for phase in sweep.PHASES] == ["3", "–", "–", "1", "2", "9"]
+    for name in ("curves", "aggregate"):
+        assert Path(f"report/stand-in-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stand_in_data_is_never_mixed_with_d4rl_data():
+    write_result("runs/1", "micro", 1, [100.0] * 20, is_d4rl=True)
+    write_result("runs/2", "micro", 1, [10.0] * 20, sha256="b" * 64)
+    write_result("runs/3", "micro", 1, [20.0] * 20, sha256="c" * 64)  # the same name, other data
+    text = make_report()
+    (line,) = read_csv("report/d4rl-scores.csv")
+    assert (line["data"], line["last 10"], line["reported by the paper"]) == ("D4RL", "100.0", "106.5 ± 0.8")
+    lines = read_csv("report/stand-in-scores.csv")
+    assert [line["last 10"] for line in lines] == ["10.0", "20.0"] and lines[0]["data"] != lines[1]["data"]
+    assert all("reported by the paper" not in line for line in lines)
+    assert [line["IQM of last 10"] for line in read_csv("report/d4rl-aggregate.csv")] == ["100.0"]
+    assert [line["IQM of last 10"] for line in read_csv("report/stand-in-aggregate.csv")] == ["15.0"]
+    d4rl, stand_in, paper = re.split(r"^## ", text, flags=re.M)[1:]
+    assert d4rl.startswith("D4RL data") and stand_in.startswith("Stand-in data") and paper.startswith("Reported by the paper")
+    assert "Not D4RL's data" in stand_in and "106.5" not in stand_in
+
+
+def test_runs_with_other_settings_are_rows_of_their_own():
+    write_result("runs/1", "micro", 1, [1.0] * 20, beta=1.0, torch_threads=1)
+    write_result("runs/2", "micro", 2, [3.0] * 20, beta=1.0, torch_threads=2)
+    write_result("runs/3", "micro", 1, [5.0] * 20, beta=0.5, torch_threads=1)
+    make_report()
+    scores = {line["algorithm"]: line["last 10"] for line in read_csv("report/stand-in-scores.csv")}
+    assert scores == {"micro beta=0.5": "5.0", "micro beta=1.0": "2.0 ± 1.0"}
+
+
+def test_the_same_run_twice_is_refused():
+    write_result("runs/1", "micro", 1, [1.0])
+    write_result("runs/2", "micro", 1, [2.0])
+    with pytest.raises(SystemExit, match="runs/1 and runs/2 are the same run"):
+        make_report()
+
+
+def test_bad_and_missing_results_are_named():
+    with pytest.raises(SystemExit, match="no result.json in or below runs"):
+        make_report()
+    Path("runs").mkdir()
+    Path("runs/result.json").write_text("{}")
+    with pytest.raises(SystemExit, match="runs/result.json is not the result of a run"):
+        make_report()
+    assert not Path("report").exists()
+
+
+def test_unfinished_runs_are_named_and_left_out():
+    write_result("runs/1", "micro", 1, [1.0] * 10)
+    Path("runs/job/run").mkdir(parents=True)
+    Path("runs/job/run/args.json").write_text("{}")
+    assert "Unfinished, and left out: job/run." in make_report()
+
+
+def test_aggregates_compare_the_same_tasks_with_the_seeds_that_all_of_them_have():
+    tasks = dict(a=(1, 2, 3, 4), b=(1, 2))  # seeds
+    for task, seeds in tasks.items():
+        for seed in seeds:
+            write_result(f"runs/{task}{seed}", "micro", seed, [10.0 * seed + (100 if task == "b" else 0)] * 10, env_id=task)
+    write_result("runs/other", "none", 1, [7.0] * 10, env_id="a")
+    make_report()
+    lines = {(line["tasks"], line["algorithm"]): line for line in read_csv("report/stand-in-aggregate.csv")}
+    assert lines.keys() == {("a, b", "micro"), ("a", "micro"), ("a", "none")}
+    both, alone = lines["a, b", "micro"], lines["a", "micro"]
+    assert (both["seeds"], both["IQM of last 10"]) == ("2", "65.0")  # 10, 20, 110, 120 without the ends
+    assert (alone["seeds"], alone["IQM of last 10"]) == ("4", "25.0")  # 10, 20, 30, 40 without the ends
+
+
+def test_the_cost_stands_beside_the_papers():
+    seconds = dict(dynamics=50.0, cloning=7.0, adversary=5.0, rollouts=1.0, updates=2.0, evaluation=99.0)
+    write_result("runs/1", "micro", 1, [1.0] * 10)
+    write_result("runs/2", "rambo", 1, [1.0] * 10, seconds=seconds)
+    write_result("runs/3", "mobile", 1, [1.0] * 10, dynamics_path="elsewhere.pt")
+    make_report()
+    (line,) = read_csv("report/stand-in-ratios.csv")
+    assert (line["MICRO, ms per update"], line["RAMBO, ms per update"], line["MICRO / RAMBO"]) == ("3.00", "8.00", "0.38")
+    assert line["reported by the paper, whole runs"] == "0.39"  # 45647.6 / 118020.2
+    dynamics = {line["algorithm"]: line["dynamics, s"] for line in read_csv("report/stand-in-times.csv")}
+    assert dynamics == dict(micro="3", mobile="shared", rambo="50")
+    changed = json.loads(Path("runs/2/result.json").read_text())
+    changed["machine"]["threads"] = 2
+    Path("runs/2/result.json").write_text(json.dumps(changed))
+    make_report()
+    assert read_csv("report/stand-in-ratios.csv")[0]["MICRO / RAMBO"] == "not on the same machine"
+
+
+def test_the_papers_tables_are_typed_without_slips():
+    """Its averages are the averages of its rows, to what one decimal allows."""
+    rows = np.array([sweep.PAPER_SCORES[task] for task in sweep.PAPER_SCORES if task != "average"])
+    assert rows.shape == (9, 9)
+    assert np.abs(rows.mean(0) - sweep.PAPER_SCORES["average"]).max() < 0.06
+    seconds = np.array([sweep.PAPER_SECONDS[name] for name in ("halfcheetah", "hopper", "walker2d")])
+    assert np.abs(seconds.mean(0) - sweep.PAPER_SECONDS["mean"]).max() < 0.1
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (4, 1), (3, 2), (4, 9), (5, 3)])
+def test_interquartile_mean_is_the_trimmed_mean_of_all_runs_and_tasks(shape):
+    scores = np.random.default_rng(0).normal(50, 20, (6, *shape))
+    expected = [scipy.stats.trim_mean(matrix, proportiontocut=0.25, axis=None) for matrix in scores]
+    np.testing.assert_allclose(sweep.interquartile_mean(scores), expected)
+
+
+@pytest.mark.parametrize("scores", [[[10.0, 71.3], [20.1, 30.9], [33.7, 52.2]], [[1.0], [2.5], [4.1], [9.0]]])
+def test_the_bootstrap_is_stratified_and_its_interval_is_the_percentile_one(scores):
+    """rliable's definition, by listing every equally likely resample: each task draws its own runs with replacement."""
+    scores = np.array(scores)
+    runs, tasks = scores.shape
+    draws = list(itertools.product(range(runs), repeat=runs))
+    values = np.sort([
+        scipy.stats.trim_mean(np.concatenate([scores[list(draw), task] for task, draw in enumerate(chosen)]), 0.25)
+        for chosen in itertools.product(draws, repeat=tasks)
+    ])  # fmt: skip
+    low, high = sweep.bootstrap_interval(scores)
+    assert low == pytest.approx(values[round(0.025 * len(values))], abs=0.02 * np.ptp(scores))
+    assert high == pytest.approx(values[round(0.975 * len(values)) - 1], abs=0.02 * np.ptp(scores))
+    assert sweep.bootstrap_interval(scores) == (low, high)  # a report made again says the same
