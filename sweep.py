@@ -4,18 +4,15 @@
     python sweep.py --algorithms micro rambo -- --total-updates 100000 -- rambo --total-updates 50000
     python sweep.py report --runs-root runs/sweep --output-dir report
 
-A combination is a process of `micro.py` or `rambo_baseline.py` in a folder of its own, <runs-root>/<task>__<algorithm>__
-<seed>/, with its output in log.txt. One that fails, or whose worker or node is lost, is resumed from its checkpoint; the
-same command started again skips what is finished and goes on with the rest. What follows `--` goes to every run, or, after
-an algorithm's name, to the runs of that algorithm. The dynamics ensemble is trained once for each task and seed by the
-first of micro, eq8, none and mobile that is in the sweep; the others wait for its dynamics.pt, without taking a place.
-
-On a cluster (--ray-address), this folder, the Python environment and --runs-root must be at the same path on every node.
+A combination is a process of micro.py or rambo_baseline.py with a folder of its own, <task>__<algorithm>__<seed>/ in
+--runs-root, and its output in log.txt there. One that fails, or whose worker or node is lost, is resumed from its
+checkpoint; the same command started again skips what is finished and goes on with the rest. What follows `--` goes to
+every run or, after an algorithm's name, to the runs of that algorithm. The dynamics ensemble is trained once for a task
+and seed, by the first of micro, eq8, none and mobile that is in the sweep, with its presets; the others wait for it
+without taking a place. On a cluster, this folder, Python and --runs-root must be at the same path on every node.
 """
 
-import concurrent.futures
 import csv
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -29,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -38,17 +36,17 @@ import tyro
 
 SCRIPTS = Path(__file__).resolve().parent
 ALGORITHMS = ("micro", "mobile", "eq8", "none", "rambo")
-SHARING = ("micro", "eq8", "none", "mobile")  # RAMBO's ensemble sees standardised observations and serves nobody else
-TECHNICAL = {"device", "track", "compile", "checkpoint-every", "dataset-base-url"}  # may differ when a sweep goes on
+SHARING = ("micro", "eq8", "none", "mobile")  # RAMBO's ensemble sees standardised observations: it serves nobody else
 OURS = {"env-id", "seed", "penalty", "runs-root", "resume", "eval-only", "dataset-path", "torch-threads"}
+TECHNICAL = {"device", "track", "compile", "checkpoint-every", "dataset-base-url"}  # may change when a sweep goes on
 
 
 @dataclass
 class Args:
     algorithms: tuple[Literal["micro", "mobile", "eq8", "none", "rambo"], ...] = ("micro", "mobile", "rambo")
-    """which to run: micro.py with each --penalty, and rambo_baseline.py"""
+    """micro.py with each --penalty, and rambo_baseline.py"""
     tasks: tuple[str, ...] = ("hopper-medium-replay-lite",)
-    """--env-id of the runs; TASK=FILE.hdf5 gives a task other data; one task finishes before the next begins"""
+    """--env-id of the runs, one task after the other; TASK=FILE.hdf5 gives it other data"""
     seeds: int = 4
     """seeds 1, 2, ... of each algorithm and task"""
     runs_root: str = "runs/sweep"
@@ -70,12 +68,18 @@ class ReportArgs:
     runs_root: str = "runs/sweep"
     """every result.json in or below it is used"""
     output_dir: str = "report"
-    """where report.md, the .csv tables and the figures go"""
+    """where report.md, its tables as .csv and its figures go"""
 
 
 def fail(message: str) -> None:
     """One line that says what is wrong, and exit status 1."""
     raise SystemExit(f"{Path(__file__).name}: {' '.join(message.split())}")
+
+
+def write_file(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------
@@ -86,17 +90,30 @@ class Job:
     name: str
     folder: Path
     script: str
-    flags: dict[str, list[str]]  # flag without its dashes -> values
-    identity: dict  # what must be the same when a sweep goes on: all that decides the result
+    flags: dict[str, list[str]]  # without dashes -> values
+    identity: dict  # all that decides the result: it must be the same when a sweep goes on
     trainer: "Job | None" = None  # whose dynamics ensemble it uses
     state: str = "queued"  # -> submitted -> running -> done or failed, or queued again
     attempts: int = 0
     note: str = ""
-    log_size: int = 0  # when it was submitted: a log that grows says that it runs
+    log_size: int = 0  # when it was submitted: once the log grows, it runs
+
+
+def split_command_line(argv: list[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The sweep's own words, and those for the runs of each algorithm: the common ones, then its own."""
+    sections = [[]]
+    for word in argv:
+        sections.append([]) if word == "--" else sections[-1].append(word)
+    own, *others = sections
+    common = [word for section in others if not {*section[:1]} & {*ALGORITHMS} for word in section]
+    return own, {
+        algorithm: common + [word for section in others if section[:1] == [algorithm] for word in section[1:]]
+        for algorithm in ALGORITHMS
+    }
 
 
 def parse_flags(words: list[str]) -> dict[str, list[str]]:
-    """['--beta', '1', '--no-compile'] -> {'beta': ['1'], 'no-compile': []}; a flag that comes again wins."""
+    """['--beta', '1', '--no-compile'] -> {'beta': ['1'], 'no-compile': []}; the last of several wins."""
     flags = {}
     for word in words:
         if word.startswith("--"):
@@ -108,23 +125,10 @@ def parse_flags(words: list[str]) -> dict[str, list[str]]:
         elif flags:
             flags[name].append(word)
         else:
-            fail(f"after -- stand flags for the runs, or an algorithm ({', '.join(ALGORITHMS)}) and its flags, not {word}")
+            fail(f"after -- come flags, or one of {', '.join(ALGORITHMS)} and its flags, not {word}")
     if reserved := OURS & flags.keys():
-        fail(f"--{min(reserved)} is set by the sweep itself (see --algorithms, --tasks, --seeds, --cpus-per-run)")
+        fail(f"--{min(reserved)} is set by the sweep itself: see --algorithms, --tasks, --seeds and --cpus-per-run")
     return flags
-
-
-def split_command_line(argv: list[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The sweep's own words, and the words for the runs of each algorithm."""
-    sections = [[]]
-    for word in argv:
-        sections.append([]) if word == "--" else sections[-1].append(word)
-    common = [word for section in sections[1:] if section[:1] not in [[name] for name in ALGORITHMS] for word in section]
-    words = {
-        algorithm: common + [word for section in sections[1:] if section[:1] == [algorithm] for word in section[1:]]
-        for algorithm in ALGORITHMS
-    }
-    return sections[0], words
 
 
 def sha256_of(path: str) -> str:
@@ -136,36 +140,32 @@ def sha256_of(path: str) -> str:
 
 
 def plan(args: Args, words: dict[str, list[str]]) -> list[Job]:
-    """The jobs in the order in which they should start: task by task, then seed by seed, all algorithms of a seed."""
-    jobs, root = [], Path(args.runs_root).resolve()
+    """Jobs in the order in which they should start: task by task, then seed by seed, so that comparisons come early."""
     tasks = dict(task.partition("=")[::2] for task in args.tasks)
     if len(tasks) < len(set(args.tasks)) or not all(re.fullmatch(r"\w[\w.-]*", task) for task in tasks):
-        fail(f"--tasks {' '.join(args.tasks)}: each is a task's name or TASK=FILE, and names a folder, so only once")
+        fail(f"--tasks {' '.join(args.tasks)}: each is TASK or TASK=FILE, and as it names a folder, there only once")
     if args.seeds < 1 or args.cpus_per_run < 1 or args.retries < 0 or not 0 <= args.gpus_per_run <= 1:
         fail("--seeds and --cpus-per-run are at least 1, --retries at least 0, --gpus-per-run between 0 and 1")
-    if not (args.algorithms and tasks):
-        fail("--algorithms and --tasks need at least one each")
+    jobs = []
     for task, path in tasks.items():
         sha256 = sha256_of(path) if path else None
         for seed in range(1, args.seeds + 1):
             group = {}
             for algorithm in dict.fromkeys(args.algorithms):
                 given = parse_flags(words[algorithm])
-                flags = {"env-id": [task], "seed": [str(seed)]}
-                flags |= {} if algorithm == "rambo" else {"penalty": [algorithm]}
+                flags = {"env-id": [task], "seed": [str(seed)], "torch-threads": [str(args.cpus_per_run)]}
                 flags |= {"dataset-path": [str(Path(path).resolve())]} if path else {}
-                flags |= {"torch-threads": [str(args.cpus_per_run)]} | given
-                if args.gpus_per_run == 0:
-                    flags.setdefault("device", ["cpu"])
+                flags |= {} if algorithm == "rambo" else {"penalty": [algorithm]}
+                flags |= {} if args.gpus_per_run else {"device": ["cpu"]}
                 decisive = {name: value for name, value in given.items() if name.removeprefix("no-") not in TECHNICAL}
                 name = f"{task}__{algorithm}__{seed}"
                 script = str(SCRIPTS / ("rambo_baseline.py" if algorithm == "rambo" else "micro.py"))
-                job = Job(name, root / name, script, flags, dict(flags=decisive, dataset=sha256))
-                group[algorithm] = job
+                identity = dict(flags=decisive, dataset=sha256)
+                group[algorithm] = Job(name, Path(args.runs_root).resolve() / name, script, flags | given, identity)
             trainer = next((group[algorithm] for algorithm in SHARING if algorithm in group), None)
-            for algorithm, job in group.items():
-                if algorithm in SHARING and job is not trainer and ensemble_flags(job) == ensemble_flags(trainer):
-                    job.trainer = trainer
+            for algorithm in set(group) & set(SHARING):
+                if group[algorithm] is not trainer and ensemble_flags(group[algorithm]) == ensemble_flags(trainer):
+                    group[algorithm].trainer = trainer
             jobs += group.values()
     return jobs
 
@@ -175,39 +175,35 @@ def ensemble_flags(job: Job) -> dict:
 
 
 def run_folder(job_folder: Path) -> Path | None:
-    """The run that was begun in a job's folder. Its args.json is the first file of a run: without it nothing is lost."""
+    """The run that was begun in a job's folder. A run's first file is args.json: without it there is nothing to lose."""
     return next((path.parent for path in sorted(job_folder.glob("*/args.json"))), None)
-
-
-def skip_finished(jobs: list[Job]) -> None:
-    """Marks what is done, and refuses to skip or to resume a run that was begun with other flags or data."""
-    for job in jobs:
-        if run := run_folder(job.folder):
-            try:
-                before = json.loads((job.folder / "job.json").read_text())
-                flags = before["flags"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                fail(f"{job.folder} holds a run, but not what this sweep asked of it: {error!r}; give another --runs-root")
-            now = job.identity["flags"]
-            changes = [
-                f"--{name} was {' '.join(flags[name]) or 'given' if name in flags else 'not given'} and is now "
-                f"{' '.join(now[name]) or 'given' if name in now else 'not given'}"
-                for name in sorted(flags.keys() | now.keys())
-                if flags.get(name) != now.get(name)
-            ] + ["the dataset is another file"] * (before.get("dataset") != job.identity["dataset"])
-            if changes:
-                fail(f"{job.name} was begun in {job.folder.parent} otherwise: {', '.join(changes)}; give the same flags, "
-                     "or another --runs-root")  # fmt: skip
-            if (run / "result.json").exists():
-                job.state, job.note = "done", f"{final_score(run)}, in an earlier sweep"
 
 
 def final_score(run: Path) -> str:
     return f"score {json.loads((run / 'result.json').read_text())['last_10_mean']:.1f}"
 
 
-# --- one run, on whichever node -----------------------------------------------------------------------------------------
-# The training process must not outlive the one that watches it, or the run could be resumed beside it: Linux kills it.
+def skip_finished(jobs: list[Job]) -> None:
+    """Marks what is done. A run that was begun with other flags or data is neither skipped nor resumed."""
+    for job in jobs:
+        if run := run_folder(job.folder):
+            try:
+                before = json.loads((job.folder / "job.json").read_text())
+                old, new = before["flags"], job.identity["flags"]
+                data_changed = before["dataset"] != job.identity["dataset"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                fail(f"{job.folder} holds a run that no sweep began: {error!r}; give another --runs-root")
+            changed = [f"--{name} (it was {' '.join(old.get(name, ['not given']))})"
+                       for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]  # fmt: skip
+            if changed or data_changed:
+                fail(f"{job.name} was begun in {job.folder.parent} with another {', another '.join(changed)} "
+                     f"{'dataset' * data_changed}: give it as it was, or another --runs-root")  # fmt: skip
+            if (run / "result.json").exists():
+                job.state, job.note = "done", final_score(run)
+
+
+# --- one run, on whichever node ---------------------------------------------------------------------------------------
+# The training process must not outlive the one that watches it, or two could train in one folder: Linux will kill it.
 GUARD = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -219,10 +215,10 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 
 def run_job(folder: str, script: str, flags: dict, threads: int, stop: str, environment: dict) -> tuple[int, str]:
-    """Starts or resumes a job's run and waits for it: exit status, and its score or the last line of its log."""
+    """Starts or resumes a job's run and waits for it. Gives its exit status, and its score or its log's last line."""
     job_folder = Path(folder)
     with open(job_folder / "log.txt", "ab") as log:
-        for attempt in range(150):  # the training process holds the lock too, through its output
+        for _ in range(150):  # the training process holds this lock too, as long as it lives, through its output
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -230,40 +226,34 @@ def run_job(folder: str, script: str, flags: dict, threads: int, stop: str, envi
                 time.sleep(0.2)
         else:
             return 1, "another process is running it"
-        run = run_folder(job_folder)
-        if run:
-            flags = {name: value for name, value in flags.items() if name in TECHNICAL | {"torch-threads", "dataset-path"}}
-        flags = {"resume": [str(run)]} | flags if run else {"runs-root": [folder]} | flags
+        if run := run_folder(job_folder):
+            kept = TECHNICAL | {"torch-threads", "dataset-path"} | {f"no-{name}" for name in TECHNICAL}
+            flags = {"resume": [str(run)]} | {name: value for name, value in flags.items() if name in kept}
+        else:
+            flags = {"runs-root": [folder]} | flags
         command = [script, *(word for name, values in flags.items() for word in (f"--{name}", *values))]
         log.write(f"$ python {shlex.join(command)}  # on {platform.node()}\n".encode())
         log.flush()
         child = subprocess.Popen(
             [sys.executable, "-c", GUARD, str(os.getpid()), *command],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,  # Ctrl-C is ours to pass on
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,  # Ctrl-C is for us to pass on
             env=os.environ | dict(OMP_NUM_THREADS=str(threads)) | environment,
         )  # fmt: skip
         asked = False
         while child.poll() is None:
-            if not asked and os.path.exists(stop):
-                child.send_signal(signal.SIGTERM)  # it saves a checkpoint and ends with 143
-                asked = True
+            if not asked and (asked := os.path.exists(stop)):
+                child.terminate()  # it saves a checkpoint and ends with 143
             time.sleep(0.1)
     if child.returncode == 0:
         return 0, final_score(run_folder(job_folder))
-    return child.returncode, last_line(job_folder / "log.txt") + killed_by(child.returncode)
-
-
-def killed_by(status: int) -> str:
-    return f" (killed by {signal.Signals(-status).name})" if status < 0 else ""
+    killed = f" (killed by {signal.Signals(-child.returncode).name})" if child.returncode < 0 else ""
+    return child.returncode, last_line(job_folder / "log.txt") + killed
 
 
 def last_line(log: Path) -> str:
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, os.path.getsize(log) - 4096))
-            lines = file.read().decode(errors="replace").split("\n")
-    except OSError:
-        return ""
+    with open(log, "rb") as file:
+        file.seek(max(0, os.path.getsize(log) - 4096))
+        lines = file.read().decode(errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
@@ -271,76 +261,63 @@ class ProcessPool:
     """Runs on this machine; a thread waits for each."""
 
     def __init__(self, args: Args):
-        gpus = visible_gpus() if args.gpus_per_run else []
-        places = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self.places = places // args.cpus_per_run
-        self.free = [dict(CUDA_VISIBLE_DEVICES=gpu) for _ in range(int(1 / (args.gpus_per_run or 1))) for gpu in gpus]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        places = [{}] * cores
         if args.gpus_per_run:
-            self.places = min(self.places, len(self.free))
-        else:
-            self.free = [{}] * self.places
-        if self.places == 0:
-            fail(f"this machine has {places} cores and {len(gpus)} GPUs: too few for one run with --cpus-per-run "
-                 f"{args.cpus_per_run} and --gpus-per-run {args.gpus_per_run}")  # fmt: skip
-        self.pool = concurrent.futures.ThreadPoolExecutor(self.places)
+            places = [dict(CUDA_VISIBLE_DEVICES=gpu) for _ in range(int(1 / args.gpus_per_run)) for gpu in gpus_here()]
+        self.free = places[: cores // args.cpus_per_run]
+        self.slots = len(self.free)
+        self.threads = futures.ThreadPoolExecutor(max(1, self.slots))
 
-    def slots(self) -> int:
-        return self.places
-
-    def submit(self, *request):
-        def run_with_gpu():
+    def submit(self, *request) -> futures.Future:
+        def run() -> tuple[int, str]:
             environment = self.free.pop(0)
             try:
                 return run_job(*request, environment)
             finally:
                 self.free.append(environment)
 
-        return self.pool.submit(run_with_gpu)
+        return self.threads.submit(run)
 
-    def finished(self, handles: list) -> list:
-        return list(concurrent.futures.wait(handles, 1, concurrent.futures.FIRST_COMPLETED).done)
+    def finished(self, handles: list) -> set:
+        return futures.wait(handles, timeout=1, return_when=futures.FIRST_COMPLETED).done
 
-    def outcome(self, handle) -> tuple[int, str]:
+    def outcome(self, handle: futures.Future) -> tuple[int, str]:
         return handle.result()
 
     def close(self) -> None:
-        self.pool.shutdown()
+        self.threads.shutdown()
 
 
-def visible_gpus() -> list[str]:
+def gpus_here() -> list[str]:
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True) if shutil.which("nvidia-smi") else None
-    return [str(i) for i in range(len(re.findall("^GPU ", listed.stdout, re.M)))] if listed else []
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.split() if shutil.which(query[0]) else []
 
 
 class RayPool:
-    """Runs wherever Ray finds room. Ray retries nothing itself: a lost worker is an attempt that failed."""
+    """Runs wherever Ray finds room. Ray retries nothing itself: a worker or node that is lost is a failed attempt."""
 
     def __init__(self, args: Args, ray):
         self.ray, self.args, self.own = ray, args, not ray.is_initialized()
-        if self.own and args.ray_address:
-            ray.init(address=args.ray_address, log_to_driver=False)
-        elif self.own:
-            ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        if self.own:
+            options = dict(address=args.ray_address) if args.ray_address else dict(address="local", include_dashboard=False)
+            ray.init(**options, log_to_driver=False)
         self.remote = ray.remote(num_cpus=args.cpus_per_run, num_gpus=args.gpus_per_run, max_retries=0)(run_job)
-        if not args.ray_address and self.slots() == 0:
-            self.close()
-            fail(f"this machine has too few cores or GPUs for one run with --cpus-per-run {args.cpus_per_run} and "
-                 f"--gpus-per-run {args.gpus_per_run}")  # fmt: skip
 
-    def slots(self) -> int:
-        there = self.ray.cluster_resources()
-        places = int(there.get("CPU", 0) / self.args.cpus_per_run)
-        if self.args.gpus_per_run:
-            places = min(places, int(there.get("GPU", 0)) * int(1 / self.args.gpus_per_run))
-        return places + bool(self.args.ray_address)  # one that waits tells a cluster to grow, if it can
+    @property
+    def slots(self) -> int:  # a cluster may grow; one job more than fit tells it to
+        there, slots = self.ray.cluster_resources(), float("inf")
+        for resource, share in ("CPU", self.args.cpus_per_run), ("GPU", self.args.gpus_per_run):
+            slots = min(slots, there.get(resource, 0) // share) if share else slots
+        return int(slots) + bool(self.args.ray_address)
 
     def submit(self, *request):
-        return self.remote.remote(*request, {})  # Ray sets the visible GPUs
+        return self.remote.remote(*request, {})  # Ray itself names the visible GPUs
 
     def finished(self, handles: list) -> list:
-        return self.ray.wait(handles, num_returns=1, timeout=1)[0]
+        return self.ray.wait(handles, timeout=1)[0]
 
     def outcome(self, handle) -> tuple[int, str]:
         return self.ray.get(handle)
@@ -358,8 +335,11 @@ def choose_pool(args: Args) -> ProcessPool | RayPool:
     if args.ray_address and (args.local or not ray):
         fail("--ray-address needs Ray (pip install -r requirements-dev.txt), and no --local")
     pool = ProcessPool(args) if args.local or not ray else RayPool(args, ray)
-    how = f"Ray {ray.__version__}" if isinstance(pool, RayPool) else "a local pool of processes"
-    print(f"{how}{'' if ray else ' (Ray is not installed)'}: up to {pool.slots()} runs at a time", flush=True)
+    if pool.slots == 0:
+        pool.close()
+        fail(f"there is no room for a run with --cpus-per-run {args.cpus_per_run} --gpus-per-run {args.gpus_per_run}")
+    how = f"on Ray {ray.__version__}" if isinstance(pool, RayPool) else "in a local pool of processes"
+    print(f"{how}{'' if ray else ' (Ray is not installed)'}, up to {pool.slots} at a time", flush=True)
     return pool
 
 
@@ -368,45 +348,51 @@ received_signals = []
 
 
 def ask_to_stop(number: int, _) -> None:
-    """The runs save and end; a second signal ends all at once."""
+    """The runs save and end; a second signal ends everything at once."""
     received_signals.append(number)
     signal.signal(number, signal.SIG_DFL)
 
 
 def next_ready(jobs: list[Job]) -> Job | None:
-    """The first job that waits for nothing. One that needs a dynamics ensemble takes no place until it is there."""
+    """The first job that waits for nothing."""
     for job in jobs:
         if job.state == "queued":
-            if job.trainer and not run_folder(job.folder):  # (a run that has begun knows its own)
+            if job.trainer and not run_folder(job.folder):  # a run that has begun knows its ensemble
                 path = next(job.trainer.folder.glob("*/dynamics.pt"), None)
                 if path:
                     job.flags["dynamics-path"] = [str(path)]
                 elif job.trainer.state == "failed":
-                    job.state, job.note = "failed", f"it needs the dynamics ensemble of {job.trainer.name}, which failed"
+                    job.state, job.note = "failed", f"it needs the ensemble of {job.trainer.name}, which failed"
+                    announce(job)
                     continue
-                elif job.trainer.state != "done":  # done, and its dynamics.pt was deleted: train one
+                elif job.trainer.state != "done":  # (done, and its dynamics.pt was deleted: this job trains its own)
                     continue
             return job
 
 
 def run_sweep(jobs: list[Job], pool: ProcessPool | RayPool, args: Args, stop: Path) -> None:
-    handles, lines_drawn, shown = {}, 0, {}
+    handles, lines_drawn = {}, 0
     while True:
-        while not received_signals and len(handles) < pool.slots() and (job := next_ready(jobs)):
+        while not received_signals and len(handles) < pool.slots and (job := next_ready(jobs)):
             job.folder.mkdir(parents=True, exist_ok=True)
             write_file(job.folder / "job.json", json.dumps(job.identity))
             log = job.folder / "log.txt"
             job.log_size = log.stat().st_size if log.exists() else 0
             job.state, job.attempts = "submitted", job.attempts + 1
             handles[pool.submit(str(job.folder), job.script, job.flags, args.cpus_per_run, str(stop))] = job
-        lines_drawn = show(jobs, lines_drawn, shown)
+        for job in jobs:
+            log = job.folder / "log.txt"
+            if job.state == "submitted" and log.exists() and log.stat().st_size > job.log_size:
+                job.state, job.note = "running", f"attempt {job.attempts}" if job.attempts > 1 else ""
+                announce(job)
+        lines_drawn = draw_table(jobs, lines_drawn)
         if not handles:
             return
         for handle in pool.finished(list(handles)):
             job = handles.pop(handle)
             try:
                 status, job.note = pool.outcome(handle)
-            except Exception as error:  # the worker or its node was lost, or could not write
+            except Exception as error:  # the worker or its node was lost
                 status, job.note = 1, str(error).strip().split("\n")[0]
             if status == 0:
                 job.state = "done"
@@ -414,55 +400,46 @@ def run_sweep(jobs: list[Job], pool: ProcessPool | RayPool, args: Args, stop: Pa
                 job.state, job.note = "queued", f"attempt {job.attempts} ended: {job.note}"
             else:
                 job.state = "failed"
-        if received_signals and not stop.exists():
+            announce(job)
+        if received_signals and handles and not stop.exists():
             stop.touch()
             print(f"stopping: {len(handles)} runs save a checkpoint first; once more to end at once", flush=True)
             lines_drawn = 0
 
 
-def write_file(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
+def announce(job: Job) -> None:
+    """Where there is no terminal, a line for each change."""
+    if not sys.stdout.isatty():
+        print(": ".join(filter(None, (job.name, job.state, job.note))), flush=True)
 
 
 def running_note(log: Path) -> str:
-    """Score and time left of the last evaluation's line; before the first one, the log's last line."""
+    """Score and time left from the last evaluation's line; before the first one, the log's last line."""
     line = last_line(log)
-    seen = re.match(r"update (\d+): score (\S+) .* (\d+) min left", line)
-    if not seen:
-        return line
-    left = max(0.0, int(seen[3]) - (time.time() - log.stat().st_mtime) / 60)
-    return f"update {seen[1]}, score {seen[2]}, {left:.0f} min left"
+    if seen := re.match(r"update (\d+): score (\S+) .* (\d+) min left", line):
+        left = max(0.0, int(seen[3]) - (time.time() - log.stat().st_mtime) / 60)
+        return f"update {seen[1]}, score {seen[2]}, {left:.0f} min left"
+    return line
 
 
-def show(jobs: list[Job], lines_drawn: int, shown: dict) -> int:
-    """On a terminal a table, drawn over the last one; elsewhere a line for each change. Returns the lines drawn."""
-    lines = []
-    for job in jobs:
-        log = job.folder / "log.txt"
-        if job.state == "submitted" and log.exists() and log.stat().st_size > job.log_size:
-            job.state = "running"
-        note = running_note(log) if job.state == "running" else job.note
-        if job.state == "queued" and job.trainer and job.trainer.state != "done" and not note:
-            note = f"needs the dynamics ensemble of {job.trainer.name}"
-        word = "queued" if job.state == "submitted" else job.state
-        again = f" (attempt {job.attempts})" if job.attempts > 1 and word == "running" else ""
-        lines.append((word, f"{job.name:{max(len(job.name) for job in jobs)}}  {word}{again}  {note}"))
-        change = (word, job.attempts, job.note)
-        if not sys.stdout.isatty() and shown.get(job.name) != change and (shown or word != "queued" or job.attempts):
-            print(f"{job.name}: {word}{again}{': ' if job.note and word != 'running' else ''}"
-                  f"{job.note if word != 'running' else ''}", flush=True)  # fmt: skip
-        shown[job.name] = change
+def draw_table(jobs: list[Job], lines_drawn: int) -> int:
+    """On a terminal, over the last table. What does not fit goes: the done first. Returns the number of lines."""
     if not sys.stdout.isatty():
         return 0
+    lines, name_width = [], max(len(job.name) for job in jobs)
+    for job in jobs:
+        note = " ".join(filter(None, (job.note, running_note(job.folder / "log.txt")))) if job.state == "running" else job.note
+        if job.state == "queued" and job.trainer and job.trainer.state in ("queued", "submitted", "running"):
+            note = note or f"may wait for the ensemble of {job.trainer.name}"
+        state = "queued" if job.state == "submitted" else job.state
+        lines.append((state, f"{job.name:{name_width}}  {state:7}  {note}"))
+    states = [state for state, _ in lines]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in ("queued", "running", "done", "failed"))
     width, height = shutil.get_terminal_size()
-    words = [word for word, _ in lines]
-    counts = ", ".join(f"{words.count(word)} {word}" for word in ("queued", "running", "done", "failed"))
-    for dropped in ("done", "queued", "failed", "running"):  # where not all fit, what matters least goes first
+    for state in ("done", "queued", "failed", "running"):
         if len(lines) > height - 3:
-            lines = [line for line in lines if line[0] != dropped]
-    text = [line[:width - 1] for _, line in lines] + [counts[:width - 1]]  # fmt: skip
+            lines = [line for line in lines if line[0] != state]
+    text = [line[: width - 1] for _, line in lines] + [counts]
     print((f"\x1b[{lines_drawn}F" if lines_drawn else "") + "\x1b[J" + "\n".join(text), flush=True)
     return len(text)
 
@@ -472,13 +449,13 @@ def main(argv: list[str]) -> int:
     args = tyro.cli(Args, args=own, description=__doc__)
     jobs = plan(args, words)
     skip_finished(jobs)
-    todo = sum(job.state != "done" for job in jobs)
-    print(f"{len(jobs)} runs, of which {len(jobs) - todo} are finished, in {args.runs_root}", flush=True)
-    stop = Path(args.runs_root).resolve() / f".stop-{platform.node()}-{os.getpid()}-{time.time_ns()}"
-    if todo:
+    to_do = [job for job in jobs if job.state != "done"]
+    print(f"{len(jobs)} runs in {args.runs_root}, {len(jobs) - len(to_do)} of them finished before", flush=True)
+    if to_do:
         pool = choose_pool(args)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, ask_to_stop)
+        stop = Path(args.runs_root).resolve() / f".stop-{platform.node()}-{time.time_ns()}"  # seen by runs on any node
         try:
             run_sweep(jobs, pool, args, stop)
         finally:
@@ -486,17 +463,17 @@ def main(argv: list[str]) -> int:
         pool.close()
     failed = [job for job in jobs if job.state == "failed"]
     for job in failed:
-        print(f"failed after {job.attempts} attempts: {job.name}: {job.note}; see {job.folder / 'log.txt'}")
+        print(f"{job.name} failed after {job.attempts} attempts: {job.note}; see {job.folder / 'log.txt'}")
     if received_signals:
         print("interrupted; the same command goes on from the checkpoints")
         return 128 + received_signals[0]
-    print(f"{len(jobs) - len(failed)} done, {len(failed)} failed" + "; the same command tries them again" * bool(failed))
+    print(f"{len(jobs) - len(failed)} done, {len(failed)} failed" + "; the same command tries these again" * bool(failed))
     print(f"tables and figures: python sweep.py report --runs-root {args.runs_root}")
     return 1 if failed else 0
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
-# As the paper reports them; it copied its rivals' scores from their own papers.
+# As the paper reports them. It copied its rivals' scores from their own papers.
 PAPER_METHODS = ("MICRO", "ARMOR", "RAMBO", "COUNT", "MOBILE", "EDAC", "ATAC", "PBRL", "IQL")
 PAPER_SCORES = {  # Table 1, normalised scores
     "halfcheetah-medium": (73.9, 54.2, 77.6, 76.5, 74.6, 65.9, 54.3, 57.9, 47.4),
@@ -511,7 +488,7 @@ PAPER_SCORES = {  # Table 1, normalised scores
     "average": (97.1, 87.6, 83.7, 94.7, 96.7, 93.5, 91.0, 84.5, 76.9),
 }
 PAPER_MICRO_STD = dict(zip(PAPER_SCORES, (1.7, 0.8, 1.5, 1.9, 0.9, 0.9, 1.4, 0.4, 0.7)))
-PAPER_SECONDS = {  # Table 2, of a whole run: MICRO, RAMBO
+PAPER_SECONDS = {  # Table 2, of a run: MICRO, RAMBO
     "halfcheetah": (48031.4, 133438.0),
     "hopper": (45647.6, 118020.2),
     "walker2d": (49271.5, 132339.5),
@@ -520,155 +497,142 @@ PAPER_SECONDS = {  # Table 2, of a whole run: MICRO, RAMBO
 PHASES = ("dynamics", "cloning", "adversary", "rollouts", "updates", "evaluation")
 NO_SETTING = {"env_id", "seed", "device", "torch_threads", "compile", "track", "runs_root", "resume", "eval_only",
               "dataset_path", "dataset_base_url", "dynamics_path", "checkpoint_every"}  # fmt: skip
-COLOURS = dict(zip(ALGORITHMS, ("#0072B2", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00")))  # Okabe and Ito's: for all eyes
+COLOURS = dict(zip(ALGORITHMS, ("#0072B2", "#E69F00", "#009E73", "#999999", "#D55E00")))  # told apart by all eyes
 
 
 @dataclass
 class Row:
-    """The runs of one algorithm, with the same settings, on the same data: one for each seed."""
+    """The runs of one algorithm with the same settings on the same data, one for each seed."""
 
     task: str
     data: str  # "D4RL", or the stand-in's file
-    label: str  # the algorithm, and the settings that tell it from others on the same data
     algorithm: str
+    label: str  # the algorithm, and the settings that tell it from others on the same data
     results: dict[int, dict]  # seed -> result.json
 
-    def final(self, count: int) -> np.ndarray:
-        return np.array([result[f"last_{count}_mean"] for result in self.results.values()])
+    def each(self, function) -> np.ndarray:
+        return np.array([function(result) for result in self.results.values()])
 
 
 def read_results(root: Path) -> list[Row]:
-    """Groups that are never mixed: by task, the data's SHA-256, algorithm, and every setting that matters."""
-    groups, folders = defaultdict(dict), {}
+    """Runs that differ in task, the data's SHA-256, algorithm, or a setting that matters are never mixed."""
+    groups = defaultdict(dict)  # (task, data, algorithm) -> settings -> seed -> (result, folder)
     for path in sorted(root.rglob("result.json")):
         try:
             result = json.loads(path.read_text())
-            args, data, algorithm = result["args"], result["dataset"], result["algorithm"]
-            name = "D4RL" if data["is_d4rl"] else f"{data['file']} ({data['sha256'][:6]})"
-            result["evaluations"][-1]["score"], result["seconds"]["updates"], result["last_10_mean"]
-            settings = json.dumps({key: args[key] for key in sorted(args.keys() - NO_SETTING)})
-            key = (args["env_id"], name, data["sha256"], algorithm, settings)
-            seed = args["seed"]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            args, data, seed = result["args"], result["dataset"], result["args"]["seed"]
+            data = "D4RL" if data["is_d4rl"] else f"{data['file']} {data['sha256'][:8]}"
+            settings = tuple((name, str(value)) for name, value in sorted(args.items()) if name not in NO_SETTING)
+            runs = groups[args["env_id"], data, result["algorithm"]].setdefault(settings, {})
+            _ = result["evaluations"][-1]["update"], result["seconds"], result["machine"], result["last_10_mean"]
+        except (ValueError, LookupError, TypeError) as error:
             fail(f"{path} is not the result of a run: {error!r}")
-        if seed in groups[key]:
-            fail(f"{folders[key, seed]} and {path.parent} are the same run: same task, data, algorithm, settings and seed")
-        groups[key][seed], folders[key, seed] = result, path.parent
+        if seed in runs:
+            fail(f"{runs[seed][1]} and {path.parent} are the same run: same task, data, algorithm, settings and seed")
+        runs[seed] = result, path.parent
     if not groups:
         fail(f"there is no result.json in or below {root}")
-    variants = defaultdict(list)
-    for key in groups:
-        variants[key[:4]].append(json.loads(key[4]))
     rows = []
-    for key, results in groups.items():
-        task, data, _, algorithm, settings = key
-        settings, others = json.loads(settings), variants[key[:4]]
-        differing = sorted({name for other in others for name in other.keys() | settings.keys()
-                            if other.get(name) != settings.get(name)})  # fmt: skip
-        label = " ".join([algorithm, *(f"{name}={settings.get(name)}" for name in differing)])
-        rows.append(Row(task, data, label, algorithm, dict(sorted(results.items()))))
-    return sorted(rows, key=lambda row: (row.data != "D4RL", row.task, row.data, ALGORITHMS.index(row.algorithm), row.label))
+    for (task, data, algorithm), variants in groups.items():
+        alike = set.intersection(*map(set, variants))
+        for settings, runs in variants.items():
+            label = " ".join([algorithm, *(f"{name}={value}" for name, value in settings if (name, value) not in alike)])
+            results = {seed: runs[seed][0] for seed in sorted(runs)}
+            rows.append(Row(task, data, algorithm, label, results))
+    return sorted(rows, key=lambda row: (row.task, row.data, ALGORITHMS.index(row.algorithm), row.label))
 
 
 def interquartile_mean(scores: np.ndarray) -> np.ndarray:
-    """Of runs x tasks, flattened: the mean of what is left without the lowest and the highest quarter. Batched in front."""
+    """(..., runs, tasks) -> (...): the mean of all of them without the lowest and the highest quarter."""
     flat = np.sort(scores.reshape(*scores.shape[:-2], -1), axis=-1)
     cut = int(0.25 * flat.shape[-1])
     return flat[..., cut : flat.shape[-1] - cut].mean(-1)
 
 
-def bootstrap_interval(scores: np.ndarray, samples: int = 20_000, seed: int = 0) -> tuple[float, float]:
-    """95 % of the interquartile means when the runs of each task are drawn again with replacement, tasks apart."""
-    runs, tasks = scores.shape
-    picks = np.random.default_rng(seed).integers(runs, size=(samples, runs, tasks))
-    drawn = np.take_along_axis(scores[None], picks, axis=1)
-    return tuple(np.percentile(interquartile_mean(drawn), [2.5, 97.5]))
+def bootstrap_interval(scores: np.ndarray, samples: int = 20_000) -> tuple[float, float]:
+    """95 % of the interquartile means that come out when each task's runs are drawn anew, with replacement."""
+    picks = np.random.default_rng(0).integers(len(scores), size=(samples, *scores.shape))
+    low, high = np.percentile(interquartile_mean(np.take_along_axis(scores[None], picks, axis=1)), [2.5, 97.5])
+    return float(low), float(high)
 
 
 def score_table(rows: list[Row]) -> list[dict]:
     table = []
     for row in rows:
-        task = row.task.removesuffix("-v2")
-        scores = [[evaluation["score"] for evaluation in result["evaluations"]] for result in row.results.values()]
-        rise = np.mean([np.mean(score[-10:]) - np.mean(score[-20:-10]) for score in scores if len(score) >= 20] or [np.nan])
         line = dict(task=row.task, data=row.data, algorithm=row.label, seeds=len(row.results), updates=updates_of(row))
-        line |= {f"last {n}": spread(row.final(n)) for n in (5, 10)}
-        line |= {"change over the last 10": "–" if np.isnan(rise) else f"{rise:+.1f}"}
+        for n in (5, 10):
+            finals = row.each(lambda result: result[f"last_{n}_mean"])
+            line[f"last {n}"] = f"{finals.mean():.1f}" + f" ± {finals.std():.1f}" * (len(finals) > 1)
+        curves = row.each(lambda result: [evaluation["score"] for evaluation in result["evaluations"]][-20:])
+        rise = (curves[:, 10:].mean() - curves[:, :10].mean()) if curves.shape[1] == 20 else None
+        line["change"] = "–" if rise is None else f"{rise:+.1f}"
         if row.data == "D4RL":
-            methods = dict(zip(PAPER_METHODS, PAPER_SCORES.get(task, ())))
-            reported = methods.get(row.algorithm.upper())
-            std = f" ± {PAPER_MICRO_STD[task]}" if row.algorithm == "micro" and reported else ""
-            line |= {"reported by the paper": f"{reported}{std}" if reported else "–"}
+            task, method = row.task.removesuffix("-v2"), row.algorithm.upper()
+            reported = dict(zip(PAPER_METHODS, PAPER_SCORES.get(task, ()))).get(method, "–")
+            std = f" ± {PAPER_MICRO_STD[task]}" if method == "MICRO" and task in PAPER_MICRO_STD else ""
+            line["reported by the paper"] = f"{reported}{std}"
         table.append(line)
     return table
 
 
 def updates_of(row: Row) -> int:
-    return next(iter(row.results.values()))["evaluations"][-1]["update"]
-
-
-def spread(values: np.ndarray) -> str:
-    return f"{values.mean():.1f} ± {values.std():.1f}" if len(values) > 1 else f"{values.mean():.1f}"
+    return int(row.each(lambda result: result["evaluations"][-1]["update"]).max())
 
 
 def aggregate_table(rows: list[Row]) -> list[dict]:
-    """Of each set of tasks that some algorithm has, for every algorithm that has them all: like is compared with like."""
-    by_label = defaultdict(dict)
+    """For each set of tasks that an algorithm has, all algorithms that have these: like is compared with like."""
+    by_label, table = defaultdict(dict), []
     for row in rows:
-        by_label[row.label][row.task, row.data] = row
-    table = []
-    for tasks in sorted({tuple(sorted(own)) for own in by_label.values()}, key=lambda tasks: (-len(tasks), tasks)):
+        by_label[row.label][row.task, row.data] = row.results
+    for tasks in sorted({tuple(own) for own in by_label.values()}, key=lambda tasks: (-len(tasks), tasks)):
         for label, own in by_label.items():
-            seeds = sorted(set.intersection(*(set(own[task].results) for task in tasks))) if set(tasks) <= own.keys() else []
+            seeds = set.intersection(*(set(own.get(task, ())) for task in tasks))
             if seeds:
                 line = dict(tasks=", ".join(task for task, _ in tasks), algorithm=label, seeds=len(seeds))
                 for n in (5, 10):
-                    finals = [[own[task].results[seed][f"last_{n}_mean"] for task in tasks] for seed in seeds]
-                    low, high = bootstrap_interval(np.array(finals))
-                    line |= {f"IQM of last {n}": round(float(interquartile_mean(np.array(finals))), 2)}
-                    line |= {f"95 % from ({n})": round(low, 2), f"to ({n})": round(high, 2)}
+                    scores = np.array([[own[task][seed][f"last_{n}_mean"] for task in tasks] for seed in sorted(seeds)])
+                    low, high = bootstrap_interval(scores)
+                    line |= {f"IQM of last {n}": f"{interquartile_mean(scores):.1f}", f"95 % ({n})": f"{low:.1f} to {high:.1f}"}
                 table.append(line)
     return table
 
 
 def time_table(rows: list[Row]) -> list[dict]:
-    table = []
+    table, rambo = [], {(row.task, row.data, machine_of(row)): per_update(row) for row in rows if row.algorithm == "rambo"}
     for row in rows:
-        results = list(row.results.values())
-        line = dict(task=row.task, data=row.data, algorithm=row.label, runs=len(results), updates=updates_of(row))
+        line = dict(task=row.task, data=row.data, algorithm=row.label, updates=updates_of(row))
         for phase in PHASES:
-            own = [result for result in results if phase != "dynamics" or not result["args"].get("dynamics_path")]
-            there = [result["seconds"][phase] for result in own if phase in result["seconds"]]
-            line[f"{phase}, s"] = f"{np.mean(there):.0f}" if there else "shared" if phase == "dynamics" else "–"
-        line["ms per update"] = f"{milliseconds_per_update(row):.2f}"
-        machines = {f"{result['machine']['device']}, {result['machine']['threads']} threads" for result in results}
-        table.append(line | dict(machine="; ".join(sorted(machines))))
+            seconds = [result["seconds"][phase] for result in row.results.values() if phase in result["seconds"]
+                       and not (phase == "dynamics" and result["args"].get("dynamics_path"))]  # fmt: skip
+            line[f"{phase}, s"] = f"{np.mean(seconds):.0f}" if seconds else "shared" if phase == "dynamics" else "–"
+        line["ms per update"] = f"{per_update(row):.2f}"
+        rival, paper = rambo.get((row.task, row.data, machine_of(row))), PAPER_SECONDS.get(row.task.split("-")[0])
+        line["over RAMBO's"] = f"{per_update(row) / rival:.2f}" if rival else "–"
+        line["paper's Table 2"] = f"{paper[0] / paper[1]:.2f}" if paper and row.algorithm == "micro" else "–"
+        table.append(line | dict(machine=machine_of(row)))
     return table
 
 
-def milliseconds_per_update(row: Row) -> float:
-    """All that an update costs but evaluation: its own time, and its share of rollouts and adversarial updates."""
-    times = [sum(result["seconds"].get(phase, 0.0) for phase in ("updates", "rollouts", "adversary"))
-             / result["evaluations"][-1]["update"] for result in row.results.values()]  # fmt: skip
-    return 1000 * float(np.mean(times))
+def per_update(row: Row) -> float:
+    """Milliseconds, with an update's share of rollouts and of adversarial model updates; without evaluation."""
+    phases = ("updates", "rollouts", "adversary")
+    seconds = row.each(lambda result: sum(result["seconds"].get(phase, 0.0) for phase in phases))
+    return 1000 * float(np.mean(seconds / row.each(lambda result: result["evaluations"][-1]["update"])))
 
 
-def ratio_table(rows: list[Row]) -> list[dict]:
-    """MICRO's time beside RAMBO's on the same data, where the machine was the same too."""
-    machines = {id(row): {(r["machine"]["device"], r["machine"]["threads"]) for r in row.results.values()} for row in rows}
-    table = []
-    for ours in rows:
-        for rival in rows:
-            if (ours.algorithm, rival.algorithm) == ("micro", "rambo") and (ours.task, ours.data) == (rival.task, rival.data):
-                times = milliseconds_per_update(ours), milliseconds_per_update(rival)
-                line = dict(task=ours.task, data=ours.data, ours=ours.label, rival=rival.label)
-                line |= {"MICRO, ms per update": f"{times[0]:.2f}", "RAMBO, ms per update": f"{times[1]:.2f}"}
-                same = len(machines[id(ours)] | machines[id(rival)]) == 1
-                line |= {"MICRO / RAMBO": f"{times[0] / times[1]:.2f}" if same else "not on the same machine"}
-                paper = PAPER_SECONDS.get(ours.task.split("-")[0])
-                line |= {"reported by the paper, whole runs": f"{paper[0] / paper[1]:.2f}" if paper else "–"}
-                table.append(line)
-    return table
+def machine_of(row: Row) -> str:
+    machines = row.each(lambda result: f"{result['machine']['device']}, threads: {result['machine']['threads']}")
+    return "; ".join(sorted(set(machines)))
+
+
+def run_table(rows: list[Row]) -> list[dict]:
+    """Every run, with all digits."""
+    return [
+        dict(task=row.task, data=row.data, algorithm=row.label, seed=seed, last_5=result["last_5_mean"])
+        | dict(last_10=result["last_10_mean"], updates=result["evaluations"][-1]["update"])
+        | {f"{phase}_seconds": result["seconds"].get(phase, "") for phase in PHASES}
+        for row in rows for seed, result in row.results.items()
+    ]  # fmt: skip
 
 
 def markdown(table: list[dict]) -> str:
@@ -676,46 +640,29 @@ def markdown(table: list[dict]) -> str:
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines) + "\n"
 
 
-def paper_tables() -> str:
-    scores = [dict(task=task) | dict(zip(PAPER_METHODS, values)) for task, values in PAPER_SCORES.items()]
-    for line in scores[:-1]:
-        line["MICRO"] = f"{line['MICRO']} ± {PAPER_MICRO_STD[line['task']]}"
-    seconds = [dict(environment=name, MICRO=ours, RAMBO=rival) | {"MICRO / RAMBO": f"{ours / rival:.2f}"}
-               for name, (ours, rival) in PAPER_SECONDS.items()]  # fmt: skip
-    return (
-        "## Reported by the paper\n\nLiu et al., IJCAI 2024, on D4RL's v2 datasets; nothing here was measured by this "
-        "repository. Table 1, normalised scores (the rivals' were copied there from their own papers):\n\n"
-        + markdown(scores)
-        + "Table 2, seconds of a run; the number of updates is not stated there (the released codes' defaults are 3M for "
-        "MICRO and 2M for RAMBO):\n\n"
-        + markdown(seconds)
-    )
-
-
 def draw_curves(rows: list[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     panels = list(dict.fromkeys((row.task, row.data) for row in rows))
-    across = min(3, len(panels))
-    down = -(-len(panels) // across)
-    figure, axes = plt.subplots(down, across, figsize=(4.6 * across, 3.5 * down), squeeze=False, layout="constrained")
+    across, down = min(3, len(panels)), -(-len(panels) // 3)
+    figure, axes = plt.subplots(down, across, figsize=(4.8 * across, 3.6 * down), squeeze=False, layout="constrained")
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    for axis, (task, data) in zip(axes.flat, panels):
-        own = [row for row in rows if (row.task, row.data) == (task, data)]
-        for row in own:
-            evaluations = [result["evaluations"] for result in row.results.values()]
-            updates = [evaluation["update"] for evaluation in evaluations[0]]
-            scores = np.array([[evaluation["score"] for evaluation in one] for one in evaluations])
-            mean, std = scores.mean(0), scores.std(0)
-            twins = [other.label for other in own if other.algorithm == row.algorithm]
-            style = ("-", "--", ":", "-.")[twins.index(row.label) % 4]
-            label = f"{row.label}, {len(scores)} seed{'s' * (len(scores) > 1)}"
-            axis.plot(updates, mean, style, color=COLOURS[row.algorithm], label=label, linewidth=1.4)
-            axis.fill_between(updates, mean - std, mean + std, color=COLOURS[row.algorithm], alpha=0.18, linewidth=0)
-        axis.set_title(f"{task}\n{data if data == 'D4RL' else f'stand-in data: {data}'}", fontsize=9)
+    for axis, panel in zip(axes.flat, panels):
+        drawn = defaultdict(int)
+        for row in rows:
+            if (row.task, row.data) == panel:
+                updates = row.each(lambda result: [evaluation["update"] for evaluation in result["evaluations"]])[0]
+                scores = row.each(lambda result: [evaluation["score"] for evaluation in result["evaluations"]])
+                style, colour = ("-", "--", ":", "-.")[drawn[row.algorithm] % 4], COLOURS[row.algorithm]
+                label = f"{row.label}, {len(scores)} seed{'s' * (len(scores) > 1)}"
+                mean, std = scores.mean(0), scores.std(0)
+                axis.plot(updates, mean, style, color=colour, label=label, linewidth=1.5)
+                axis.fill_between(updates, mean - std, mean + std, color=colour, alpha=0.18, linewidth=0)
+                drawn[row.algorithm] += 1
+        axis.set_title(f"{panel[0]}\n{'' if panel[1] == 'D4RL' else 'stand-in data: '}{panel[1]}", fontsize=9)
         axis.set(xlabel="updates", ylabel="normalised score")
-        axis.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
+        axis.xaxis.set_major_formatter(lambda updates, _: f"{updates / 1000:g}k" if updates >= 1000 else f"{updates:g}")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     figure.savefig(path, dpi=120)
@@ -728,20 +675,35 @@ def draw_aggregate(table: list[dict], kind: str, path: Path) -> None:
     sets = list(dict.fromkeys(line["tasks"] for line in table))
     figure, axes = plt.subplots(1, len(sets), figsize=(4.4 * len(sets), 3.6), squeeze=False, layout="constrained")
     for axis, tasks in zip(axes.flat, sets):
-        own = [line for line in table if line["tasks"] == tasks]
-        middle = np.array([line["IQM of last 10"] for line in own])
-        ends = np.array([[line["95 % from (10)"], line["to (10)"]] for line in own]).T
+        own, count = [line for line in table if line["tasks"] == tasks], tasks.count(",") + 1
+        names = [f"{line['algorithm'].replace(' ', chr(10))}\n{line['seeds']} seed{'s' * (line['seeds'] > 1)}" for line in own]
+        heights = np.array([float(line["IQM of last 10"]) for line in own])
+        ends = np.array([[float(end) for end in line["95 % (10)"].split(" to ")] for line in own]).T
         colours = [COLOURS[line["algorithm"].split()[0]] for line in own]
-        axis.bar(range(len(own)), middle, color=colours, yerr=np.abs(ends - middle), capsize=5, width=0.65)
-        names = [f"{line['algorithm'].replace(' ', chr(10))}\n{line['seeds']} seeds" for line in own]
-        axis.set_xticks(range(len(own)), names, fontsize=8)
-        count = len(tasks.split(", "))
-        axis.set_title(f"{kind}: {tasks if count == 1 else f'{count} tasks'}", fontsize=9)
-        axis.set_ylabel("IQM of normalised scores, 95 % interval")
+        axis.bar(names, heights, color=colours, yerr=np.abs(ends - heights), capsize=5, width=0.6)
+        axis.set_title(f"{kind}\n{tasks if count == 1 else f'{count} tasks'}", fontsize=9)
+        axis.set_ylabel("normalised score, IQM and 95 % interval", fontsize=8)
+        axis.tick_params(axis="x", labelsize=8)
         axis.grid(axis="y", alpha=0.3)
         axis.set_axisbelow(True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+ABOUT_SCORES = """A score is the mean of a run's last 5 or last 10 evaluations; ± is the standard deviation over seeds
+(divided by n). *Change*: the mean of the last 10 evaluations minus that of the 10 before; well above 0, the curve is
+still rising.\n\n"""
+ABOUT_AGGREGATES = """Band: ± one standard deviation over seeds. Interquartile mean (IQM) over runs and tasks, with 95 %
+stratified bootstrap intervals (20 000 samples), as rliable defines them. Only algorithms that have all tasks of a set are
+compared on it, each with the seeds that it has on every one of them. With few seeds, the interval of few runs says
+little.\n\n"""
+ABOUT_TIMES = """Seconds of a run in each phase, mean over seeds. *Shared*: another run of the same task and seed trained
+the ensemble. *ms per update*: updates, rollouts and adversarial updates, no evaluation. *Over RAMBO's*: on the same data
+and machine, beside MICRO / RAMBO as the paper reports it for whole runs.\n\n"""
+ABOUT_PAPER = """## Reported by the paper\n\nLiu et al., IJCAI 2024, on D4RL's v2 data; nothing in these two tables was
+measured here. Table 1, normalised scores, the rivals' taken from their own papers:\n\n"""
+ABOUT_SECONDS = """Table 2, seconds of a run. It does not state the updates; the released codes' defaults are 3M for MICRO
+and 2M for RAMBO:\n\n"""
 
 
 def report(args: ReportArgs) -> Path:
@@ -751,49 +713,35 @@ def report(args: ReportArgs) -> Path:
     root, output = Path(args.runs_root), Path(args.output_dir)
     rows = read_results(root)
     output.mkdir(parents=True, exist_ok=True)
-    unfinished = sorted(str(path.parent.relative_to(root)) for path in root.rglob("args.json")
-                        if not (path.parent / "result.json").exists())  # fmt: skip
-    runs = sum(len(row.results) for row in rows)
-    text = f"# Results\n\n{runs} finished runs, written by `sweep.py report`."
-    text += f" Unfinished, and left out: {', '.join(unfinished)}." if unfinished else ""
-    text += ("\n\nA score is the mean of a run's last 5 or last 10 evaluations, ± the standard deviation over seeds "
-             "(divided by n). *Change over the last 10* is their mean minus that of the 10 before: where it is well above "
-             "0, the curve is still rising.")  # fmt: skip
-    if any(len(result["evaluations"]) < 10 for row in rows for result in row.results.values()):
-        text += " Runs with fewer than 10 evaluations count all they have."
-    text += "\n\n"
-    kinds = {"D4RL data": [row for row in rows if row.data == "D4RL"]}
-    kinds |= {"Stand-in data": [row for row in rows if row.data != "D4RL"]}
-    for kind, own in kinds.items():
-        if not own:
-            continue
-        stem = kind.split()[0].lower()
-        aggregate = aggregate_table(own)
-        tables = {"scores": score_table(own), "aggregate": aggregate, "times": time_table(own), "ratios": ratio_table(own)}
-        for name, table in tables.items():
-            if table:
+    begun = {path.parent for path in root.rglob("args.json")}
+    unfinished = sorted(str(folder.relative_to(root)) for folder in begun if not (folder / "result.json").exists())
+    text = f"# Results\n\n{len(run_table(rows))} finished runs. " + ABOUT_SCORES
+    text += f"Not finished, and left out: {', '.join(unfinished)}.\n\n" if unfinished else ""
+    d4rl, stand_ins = ([row for row in rows if (row.data == "D4RL") == is_d4rl] for is_d4rl in (True, False))
+    for kind, own in ("D4RL data", d4rl), ("Stand-in data", stand_ins):
+        if own:
+            stem = kind.split()[0].lower()
+            tables = dict(scores=score_table(own), aggregate=aggregate_table(own), times=time_table(own), runs=run_table(own))
+            for name, table in tables.items():
                 with open(output / f"{stem}-{name}.csv", "w", newline="") as file:
                     writer = csv.DictWriter(file, table[0])
                     writer.writeheader()
                     writer.writerows(table)
-        draw_curves(own, output / f"{stem}-curves.png")
-        draw_aggregate(aggregate, kind, output / f"{stem}-aggregate.png")
-        text += f"## {kind}\n\n"
-        if kind != "D4RL data":
-            text += "**Not D4RL's data: no score here can be compared with a published one, the paper's below included.**\n\n"
-        text += markdown(tables["scores"]) + f"![learning curves]({stem}-curves.png)\n\nMean over seeds; the band is ± one "
-        text += ("standard deviation.\n\nInterquartile mean (IQM) over runs and tasks, with 95 % stratified bootstrap "
-                 "intervals (20 000 samples), as rliable defines them. Each set of tasks stands for itself; only algorithms "
-                 "that have all of its tasks are in it, with the seeds that they have on every one of them. With two or "
-                 "three runs a task, an interval says little.\n\n")  # fmt: skip
-        text += markdown(aggregate) + f"![aggregate]({stem}-aggregate.png)\n\nSeconds of a run in each phase, mean over "
-        text += ("seeds. *Shared*: the ensemble was trained by another run of the same task and seed. *ms per update*: "
-                 "updates, rollouts and adversarial updates over the number of updates; no evaluation.\n\n")  # fmt: skip
-        text += markdown(tables["times"])
-        if tables["ratios"]:
-            text += "MICRO's cost beside RAMBO's, and the paper's claim (its Table 2):\n\n" + markdown(tables["ratios"])
-    write_file(output / "report.md", text + paper_tables().rstrip() + "\n")
-    print(f"{runs} runs: {output / 'report.md'}")
+            draw_curves(own, output / f"{stem}-curves.png")
+            draw_aggregate(tables["aggregate"], kind, output / f"{stem}-aggregate.png")
+            text += f"## {kind}\n\n"
+            text += "**Not D4RL's data: no score here compares with a published one.**\n\n" if own is stand_ins else ""
+            text += markdown(tables["scores"]) + f"![learning curves]({stem}-curves.png)\n\n" + ABOUT_AGGREGATES
+            text += markdown(tables["aggregate"]) + f"![aggregate]({stem}-aggregate.png)\n\n" + ABOUT_TIMES
+            text += markdown(tables["times"])
+    scores = [dict(task=task) | dict(zip(PAPER_METHODS, values)) for task, values in PAPER_SCORES.items()]
+    for line in scores[:-1]:
+        line["MICRO"] = f"{line['MICRO']} ± {PAPER_MICRO_STD[line['task']]}"
+    seconds = [dict(environment=environment, MICRO=ours, RAMBO=rival) | {"MICRO / RAMBO": f"{ours / rival:.2f}"}
+               for environment, (ours, rival) in PAPER_SECONDS.items()]  # fmt: skip
+    text += ABOUT_PAPER + markdown(scores) + ABOUT_SECONDS + markdown(seconds)
+    write_file(output / "report.md", text)
+    print(f"{len(run_table(rows))} runs: {output / 'report.md'}")
     return output / "report.md"
 
 

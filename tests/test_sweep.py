@@ -224,7 +224,7 @@ def test_a_second_start_does_nothing(real_sweep, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "choose_pool", lambda args: pytest.fail("nothing is left to run"))
     assert sweep.main(command) == 0
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()} == before
-    assert "3 runs, of which 3 are finished" in capsys.readouterr().out
+    assert ", 3 of them finished before" in capsys.readouterr().out
 
 
 def test_the_report_takes_real_runs(real_sweep, tmp_path):
@@ -306,8 +306,8 @@ def test_a_run_that_always_fails_is_reported_and_does_not_stop_the_others(stand_
     command += ["--", "--broken-seed", "1"]
     assert sweep.main([*where, *command]) == 1
     out = capsys.readouterr().out
-    assert "failed after 2 attempts: task__micro__1: this seed is broken" in out
-    assert "task__none__1: it needs the dynamics ensemble of task__micro__1, which failed" in out
+    assert "task__micro__1 failed after 2 attempts: this seed is broken" in out
+    assert "task__none__1: failed: it needs the ensemble of task__micro__1, which failed" in out
     assert "3 done, 3 failed" in out
     finished = {path.parts[-3] for path in (tmp_path / "runs").rglob("result.json")}
     assert finished == {"task__micro__2", "task__none__2", "task__rambo__2"}
@@ -379,8 +379,8 @@ def test_flags_of_one_algorithm_win_over_the_common_ones():
         (["--", "--dataset_path=x"], "--dataset-path is set by the sweep itself"),
         (["--", "ppo", "--beta", "1"], "not ppo"),
         (["--local", "--ray-address", "auto"], "--ray-address needs Ray"),
-        (["--local", "--cpus-per-run", "9999"], "too few for one run"),
-        (["--local", "--gpus-per-run", "0.5"], "0 GPUs: too few for one run"),
+        (["--local", "--cpus-per-run", "9999"], "there is no room for a run with --cpus-per-run 9999"),
+        (["--local", "--gpus-per-run", "0.5"], "--gpus-per-run 0.5"),
     ],
 )
 def test_refused_input(argv, message, monkeypatch):
@@ -395,24 +395,24 @@ def test_a_second_start_with_other_flags_or_data_is_refused_by_name(stand_ins, t
     command = ["--local", "--algorithms", "micro", "--tasks", "task=data.hdf5", "--seeds", "1", "--runs-root", "runs"]
     assert sweep.main([*command, "--", "--steps", "3"]) == 0
     before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
-    for flags, message in (["--steps", "4"], "--steps was 3 and is now 4"), ([], "--steps was 3 and is now not given"):
-        with pytest.raises(SystemExit, match=f"task__micro__1 was begun .* otherwise: {message}"):
+    for flags, message in (["--steps", "4"], r"--steps \(it was 3\)"), ([], r"--steps \(it was 3\)"):
+        with pytest.raises(SystemExit, match=f"task__micro__1 was begun in .* with another {message}"):
             sweep.main([*command, "--", *flags])
     Path("moved.hdf5").write_bytes(b"first")
     command[4] = "task=moved.hdf5"
     assert sweep.main([*command, "--", "--steps", "3", "--device", "cpu"]) == 0  # neither changes the result
     Path("moved.hdf5").write_bytes(b"second")
-    with pytest.raises(SystemExit, match="the dataset is another file"):
+    with pytest.raises(SystemExit, match="task__micro__1 was begun in .* with another dataset"):
         sweep.main([*command, "--", "--steps", "3"])
     command[4] = "task"
-    with pytest.raises(SystemExit, match="the dataset is another file"):
+    with pytest.raises(SystemExit, match="task__micro__1 was begun in .* with another dataset"):
         sweep.main([*command, "--", "--steps", "3"])
     assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
 
 
 def test_what_may_differ_when_a_sweep_goes_on_may_change_in_the_scripts():
     assert {name.replace("-", "_") for name in sweep.TECHNICAL} <= micro.MAY_CHANGE
-    assert sweep.NO_SETTING <= {field.name for field in sweep.dataclasses.fields(micro.Args)}
+    assert sweep.NO_SETTING <= vars(micro.Args()).keys()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -453,14 +453,13 @@ def test_without_ray_it_runs_and_says_so(stand_ins, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     command = ["--algorithms", "micro", "--tasks", "task", "--seeds", "1", "--runs-root", "runs"]
     assert sweep.main(command) == 0
-    assert "a local pool of processes (Ray is not installed)" in capsys.readouterr().out
+    assert "in a local pool of processes (Ray is not installed)" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--ray-address needs Ray"):
         sweep.main([*command, "--seeds", "2", "--ray-address", "auto"])
 
 
 def test_the_table_on_a_terminal(stand_ins):
     ours, theirs = pty.openpty()
-    sweep.fcntl.ioctl(theirs, sweep.__dict__.get("TIOCSWINSZ", 0x5414), b"\x28\x00\x78\x00\x00\x00\x00\x00")  # 40 x 120
     command = [sys.executable, str(stand_ins / "sweep.py"), "--local", "--algorithms", "micro", "none", "--tasks", "task"]
     command += ["--seeds", "1", "--runs-root", "runs", "--", "--steps", "60"]
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=os.environ | dict(COLUMNS="120", LINES="40"))
@@ -474,7 +473,7 @@ def test_the_table_on_a_terminal(stand_ins):
     assert process.wait() == 0
     frames = seen.decode().split("\x1b[J")
     assert any(re.search(r"micro__1 +running +update \d+, score 12.5, 7 min left", frame) for frame in frames)
-    assert "needs the dynamics ensemble of task__micro__1" in frames[1] and "queued" in frames[1]
+    assert "may wait for the ensemble of task__micro__1" in frames[1] and "queued" in frames[1]
     assert re.search(r"micro__1 +done +score 12.5\s+task__none__1 +done +score 12.5\s+0 queued, 0 running, 2 done", frames[-1])
     assert all("\x1b[3F" in frame for frame in frames[1:-1])  # each frame is drawn over the last: two jobs and the counts
 
@@ -507,9 +506,10 @@ def test_the_scores_are_those_computed_by_hand():
     make_report()
     (line,) = read_csv("report/stand-in-scores.csv")
     assert (line["last 5"], line["last 10"]) == ("15.0 ± 5.0", "9.5 ± 3.5")
-    assert (line["change over the last 10"], line["seeds"], line["updates"]) == ("+9.5", "2", "2000")
+    assert (line["change"], line["seeds"], line["updates"]) == ("+9.5", "2", "2000")
     (line,) = read_csv("report/stand-in-times.csv")
     assert line["ms per update"] == "1.50"  # (1 + 2) s / 2000
+    assert [(line["seed"], float(line["last_10"])) for line in read_csv("report/stand-in-runs.csv")] == [("1", 6), ("2", 13)]
     assert [line[f"{phase}, s"] for phase in sweep.PHASES] == ["3", "–", "–", "1", "2", "9"]
     for name in ("curves", "aggregate"):
         assert Path(f"report/stand-in-{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -562,7 +562,7 @@ def test_unfinished_runs_are_named_and_left_out():
     write_result("runs/1", "micro", 1, [1.0] * 10)
     Path("runs/job/run").mkdir(parents=True)
     Path("runs/job/run/args.json").write_text("{}")
-    assert "Unfinished, and left out: job/run." in make_report()
+    assert "Not finished, and left out: job/run." in make_report()
 
 
 def test_aggregates_compare_the_same_tasks_with_the_seeds_that_all_of_them_have():
@@ -585,23 +585,24 @@ def test_the_cost_stands_beside_the_papers():
     write_result("runs/2", "rambo", 1, [1.0] * 10, seconds=seconds)
     write_result("runs/3", "mobile", 1, [1.0] * 10, dynamics_path="elsewhere.pt")
     make_report()
-    (line,) = read_csv("report/stand-in-ratios.csv")
-    assert (line["MICRO, ms per update"], line["RAMBO, ms per update"], line["MICRO / RAMBO"]) == ("3.00", "8.00", "0.38")
-    assert line["reported by the paper, whole runs"] == "0.39"  # 45647.6 / 118020.2
-    dynamics = {line["algorithm"]: line["dynamics, s"] for line in read_csv("report/stand-in-times.csv")}
-    assert dynamics == dict(micro="3", mobile="shared", rambo="50")
+    lines = {line["algorithm"]: line for line in read_csv("report/stand-in-times.csv")}
+    assert {name: line["dynamics, s"] for name, line in lines.items()} == dict(micro="3", mobile="shared", rambo="50")
+    assert (lines["micro"]["ms per update"], lines["rambo"]["ms per update"]) == ("3.00", "8.00")
+    assert (lines["micro"]["over RAMBO's"], lines["rambo"]["over RAMBO's"]) == ("0.38", "1.00")
+    assert (lines["micro"]["paper's Table 2"], lines["rambo"]["paper's Table 2"]) == ("0.39", "–")  # 45647.6 / 118020.2
     changed = json.loads(Path("runs/2/result.json").read_text())
     changed["machine"]["threads"] = 2
     Path("runs/2/result.json").write_text(json.dumps(changed))
     make_report()
-    assert read_csv("report/stand-in-ratios.csv")[0]["MICRO / RAMBO"] == "not on the same machine"
+    assert read_csv("report/stand-in-times.csv")[0]["over RAMBO's"] == "–"  # not on the same machine
 
 
 def test_the_papers_tables_are_typed_without_slips():
-    """Its averages are the averages of its rows, to what one decimal allows."""
+    """Its averages are the averages of its rows, to what one decimal allows; but for PBRL's, 0.1 too high in the paper."""
     rows = np.array([sweep.PAPER_SCORES[task] for task in sweep.PAPER_SCORES if task != "average"])
     assert rows.shape == (9, 9)
-    assert np.abs(rows.mean(0) - sweep.PAPER_SCORES["average"]).max() < 0.06
+    slips = np.abs(rows.mean(0) - sweep.PAPER_SCORES["average"])
+    assert [name for name, slip in zip(sweep.PAPER_METHODS, slips) if slip > 0.06] == ["PBRL"] and slips.max() < 0.13
     seconds = np.array([sweep.PAPER_SECONDS[name] for name in ("halfcheetah", "hopper", "walker2d")])
     assert np.abs(seconds.mean(0) - sweep.PAPER_SECONDS["mean"]).max() < 0.1
 
