@@ -175,7 +175,7 @@ def ensemble_flags(job: Job) -> dict:
 
 
 def run_folder(job_folder: Path) -> Path | None:
-    """The run that was begun in a job's folder. A run's first file is args.json: without it there is nothing to lose."""
+    """The run that was begun in a job's folder. A run's first file is args.json: without it nothing is lost."""
     return next((path.parent for path in sorted(job_folder.glob("*/args.json"))), None)
 
 
@@ -302,8 +302,8 @@ class RayPool:
     def __init__(self, args: Args, ray):
         self.ray, self.args, self.own = ray, args, not ray.is_initialized()
         if self.own:
-            options = dict(address=args.ray_address) if args.ray_address else dict(address="local", include_dashboard=False)
-            ray.init(**options, log_to_driver=False)
+            alone = {} if args.ray_address else dict(include_dashboard=False)
+            ray.init(args.ray_address or "local", log_to_driver=False, **alone)
         self.remote = ray.remote(num_cpus=args.cpus_per_run, num_gpus=args.gpus_per_run, max_retries=0)(run_job)
 
     @property
@@ -428,7 +428,7 @@ def draw_table(jobs: list[Job], lines_drawn: int) -> int:
         return 0
     lines, name_width = [], max(len(job.name) for job in jobs)
     for job in jobs:
-        note = " ".join(filter(None, (job.note, running_note(job.folder / "log.txt")))) if job.state == "running" else job.note
+        note = f"{job.note} {running_note(job.folder / 'log.txt')}".strip() if job.state == "running" else job.note
         if job.state == "queued" and job.trainer and job.trainer.state in ("queued", "submitted", "running"):
             note = note or f"may wait for the ensemble of {job.trainer.name}"
         state = "queued" if job.state == "submitted" else job.state
@@ -467,7 +467,7 @@ def main(argv: list[str]) -> int:
     if received_signals:
         print("interrupted; the same command goes on from the checkpoints")
         return 128 + received_signals[0]
-    print(f"{len(jobs) - len(failed)} done, {len(failed)} failed" + "; the same command tries these again" * bool(failed))
+    print(f"{len(jobs) - len(failed)} done, {len(failed)} failed{'; the same command tries again' * bool(failed)}")
     print(f"tables and figures: python sweep.py report --runs-root {args.runs_root}")
     return 1 if failed else 0
 
@@ -497,7 +497,7 @@ PAPER_SECONDS = {  # Table 2, of a run: MICRO, RAMBO
 PHASES = ("dynamics", "cloning", "adversary", "rollouts", "updates", "evaluation")
 NO_SETTING = {"env_id", "seed", "device", "torch_threads", "compile", "track", "runs_root", "resume", "eval_only",
               "dataset_path", "dataset_base_url", "dynamics_path", "checkpoint_every"}  # fmt: skip
-COLOURS = dict(zip(ALGORITHMS, ("#0072B2", "#E69F00", "#009E73", "#999999", "#D55E00")))  # told apart by all eyes
+COLOURS = dict(zip(ALGORITHMS, ("#0072B2", "#E69F00", "#009E73", "#000000", "#CC79A7")))  # told apart by all eyes
 
 
 @dataclass
@@ -536,9 +536,8 @@ def read_results(root: Path) -> list[Row]:
     for (task, data, algorithm), variants in groups.items():
         alike = set.intersection(*map(set, variants))
         for settings, runs in variants.items():
-            label = " ".join([algorithm, *(f"{name}={value}" for name, value in settings if (name, value) not in alike)])
-            results = {seed: runs[seed][0] for seed in sorted(runs)}
-            rows.append(Row(task, data, algorithm, label, results))
+            label = " ".join([algorithm, *("=".join(setting) for setting in settings if setting not in alike)])
+            rows.append(Row(task, data, algorithm, label, {seed: runs[seed][0] for seed in sorted(runs)}))
     return sorted(rows, key=lambda row: (row.task, row.data, ALGORITHMS.index(row.algorithm), row.label))
 
 
@@ -582,7 +581,7 @@ def updates_of(row: Row) -> int:
 def aggregate_table(rows: list[Row]) -> list[dict]:
     """For each set of tasks that an algorithm has, all algorithms that have these: like is compared with like."""
     by_label, table = defaultdict(dict), []
-    for row in rows:
+    for row in sorted(rows, key=lambda row: ALGORITHMS.index(row.algorithm)):
         by_label[row.label][row.task, row.data] = row.results
     for tasks in sorted({tuple(own) for own in by_label.values()}, key=lambda tasks: (-len(tasks), tasks)):
         for label, own in by_label.items():
@@ -591,14 +590,15 @@ def aggregate_table(rows: list[Row]) -> list[dict]:
                 line = dict(tasks=", ".join(task for task, _ in tasks), algorithm=label, seeds=len(seeds))
                 for n in (5, 10):
                     scores = np.array([[own[task][seed][f"last_{n}_mean"] for task in tasks] for seed in sorted(seeds)])
-                    low, high = bootstrap_interval(scores)
-                    line |= {f"IQM of last {n}": f"{interquartile_mean(scores):.1f}", f"95 % ({n})": f"{low:.1f} to {high:.1f}"}
+                    line[f"IQM of last {n}"] = f"{interquartile_mean(scores):.1f}"
+                    line[f"95 % ({n})"] = "{:.1f} to {:.1f}".format(*bootstrap_interval(scores))
                 table.append(line)
     return table
 
 
 def time_table(rows: list[Row]) -> list[dict]:
-    table, rambo = [], {(row.task, row.data, machine_of(row)): per_update(row) for row in rows if row.algorithm == "rambo"}
+    table, place = [], lambda row: (row.task, row.data, machine_of(row))
+    rambo = {place(row): per_update(row) for row in rows if row.algorithm == "rambo"}
     for row in rows:
         line = dict(task=row.task, data=row.data, algorithm=row.label, updates=updates_of(row))
         for phase in PHASES:
@@ -606,7 +606,7 @@ def time_table(rows: list[Row]) -> list[dict]:
                        and not (phase == "dynamics" and result["args"].get("dynamics_path"))]  # fmt: skip
             line[f"{phase}, s"] = f"{np.mean(seconds):.0f}" if seconds else "shared" if phase == "dynamics" else "–"
         line["ms per update"] = f"{per_update(row):.2f}"
-        rival, paper = rambo.get((row.task, row.data, machine_of(row))), PAPER_SECONDS.get(row.task.split("-")[0])
+        rival, paper = rambo.get(place(row)), PAPER_SECONDS.get(row.task.split("-")[0])
         line["over RAMBO's"] = f"{per_update(row) / rival:.2f}" if rival else "–"
         line["paper's Table 2"] = f"{paper[0] / paper[1]:.2f}" if paper and row.algorithm == "micro" else "–"
         table.append(line | dict(machine=machine_of(row)))
@@ -676,12 +676,12 @@ def draw_aggregate(table: list[dict], kind: str, path: Path) -> None:
     figure, axes = plt.subplots(1, len(sets), figsize=(4.4 * len(sets), 3.6), squeeze=False, layout="constrained")
     for axis, tasks in zip(axes.flat, sets):
         own, count = [line for line in table if line["tasks"] == tasks], tasks.count(",") + 1
-        names = [f"{line['algorithm'].replace(' ', chr(10))}\n{line['seeds']} seed{'s' * (line['seeds'] > 1)}" for line in own]
+        names = [f"{line['algorithm']} ×{line['seeds']}".replace(" ", "\n") for line in own]
         heights = np.array([float(line["IQM of last 10"]) for line in own])
         ends = np.array([[float(end) for end in line["95 % (10)"].split(" to ")] for line in own]).T
         colours = [COLOURS[line["algorithm"].split()[0]] for line in own]
-        axis.bar(names, heights, color=colours, yerr=np.abs(ends - heights), capsize=5, width=0.6)
-        axis.set_title(f"{kind}\n{tasks if count == 1 else f'{count} tasks'}", fontsize=9)
+        axis.bar(names, heights, color=colours, yerr=np.abs(ends - heights), ecolor="#666666", capsize=5, width=0.6)
+        axis.set_title(f"{kind}\n{tasks if count == 1 else f'{count} tasks'}, × seeds", fontsize=9)
         axis.set_ylabel("normalised score, IQM and 95 % interval", fontsize=8)
         axis.tick_params(axis="x", labelsize=8)
         axis.grid(axis="y", alpha=0.3)
@@ -692,18 +692,31 @@ def draw_aggregate(table: list[dict], kind: str, path: Path) -> None:
 
 ABOUT_SCORES = """A score is the mean of a run's last 5 or last 10 evaluations; ± is the standard deviation over seeds
 (divided by n). *Change*: the mean of the last 10 evaluations minus that of the 10 before; well above 0, the curve is
-still rising.\n\n"""
-ABOUT_AGGREGATES = """Band: ± one standard deviation over seeds. Interquartile mean (IQM) over runs and tasks, with 95 %
-stratified bootstrap intervals (20 000 samples), as rliable defines them. Only algorithms that have all tasks of a set are
-compared on it, each with the seeds that it has on every one of them. With few seeds, the interval of few runs says
-little.\n\n"""
-ABOUT_TIMES = """Seconds of a run in each phase, mean over seeds. *Shared*: another run of the same task and seed trained
-the ensemble. *ms per update*: updates, rollouts and adversarial updates, no evaluation. *Over RAMBO's*: on the same data
-and machine, beside MICRO / RAMBO as the paper reports it for whole runs.\n\n"""
-ABOUT_PAPER = """## Reported by the paper\n\nLiu et al., IJCAI 2024, on D4RL's v2 data; nothing in these two tables was
-measured here. Table 1, normalised scores, the rivals' taken from their own papers:\n\n"""
-ABOUT_SECONDS = """Table 2, seconds of a run. It does not state the updates; the released codes' defaults are 3M for MICRO
-and 2M for RAMBO:\n\n"""
+still rising.
+
+"""
+ABOUT_AGGREGATES = """Band: ± one standard deviation over seeds.
+
+Interquartile mean (IQM) over runs and tasks, with 95 % stratified bootstrap intervals (20 000 samples), as
+rliable defines them. On a set of tasks only algorithms that have all of them are compared, each with the seeds it has
+on all. With two or three runs a task, an interval says little.
+
+"""
+ABOUT_TIMES = """Seconds of a run in each phase, mean over seeds. *Shared*: another run of the same task and seed
+trained the ensemble. *ms per update*: updates, rollouts and adversarial updates, no evaluation. *Over RAMBO's*: on
+the same data and machine; beside it MICRO / RAMBO as reported by the paper, for whole runs on D4RL's data.
+
+"""
+ABOUT_PAPER = """## Reported by the paper
+
+Liu et al., IJCAI 2024, on D4RL's v2 data; nothing in these two tables was measured here. Table 1, normalised scores,
+the rivals' taken from their own papers:
+
+"""
+ABOUT_SECONDS = """Table 2, seconds of a run. The number of updates is not stated; the released codes' defaults are 3M
+for MICRO and 2M for RAMBO:
+
+"""
 
 
 def report(args: ReportArgs) -> Path:
@@ -721,7 +734,8 @@ def report(args: ReportArgs) -> Path:
     for kind, own in ("D4RL data", d4rl), ("Stand-in data", stand_ins):
         if own:
             stem = kind.split()[0].lower()
-            tables = dict(scores=score_table(own), aggregate=aggregate_table(own), times=time_table(own), runs=run_table(own))
+            makers = dict(scores=score_table, aggregate=aggregate_table, times=time_table, runs=run_table)
+            tables = {name: make(own) for name, make in makers.items()}
             for name, table in tables.items():
                 with open(output / f"{stem}-{name}.csv", "w", newline="") as file:
                     writer = csv.DictWriter(file, table[0])

