@@ -58,7 +58,7 @@ class Args:
     local: bool = False
     """a plain pool of processes on this machine, also where Ray is installed"""
     ray_address: str | None = None
-    """a Ray cluster, e.g. auto or ray://host:10001 (default: a Ray of its own on this machine)"""
+    """a Ray cluster, e.g. auto or host:6379 (default: a Ray of its own on this machine)"""
     retries: int = 2
     """how often a failed run is resumed before it is given up"""
 
@@ -78,8 +78,12 @@ def fail(message: str) -> None:
 
 def write_file(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text)
+        os.replace(part, path)
+    except OSError as error:
+        fail(f"cannot write {path}: {error}")
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------
@@ -144,8 +148,10 @@ def plan(args: Args, words: dict[str, list[str]]) -> list[Job]:
     tasks = dict(task.partition("=")[::2] for task in args.tasks)
     if len(tasks) < len(set(args.tasks)) or not all(re.fullmatch(r"\w[\w.-]*", task) for task in tasks):
         fail(f"--tasks {' '.join(args.tasks)}: each is TASK or TASK=FILE, and as it names a folder, there only once")
-    if args.seeds < 1 or args.cpus_per_run < 1 or args.retries < 0 or not 0 <= args.gpus_per_run <= 1:
-        fail("--seeds and --cpus-per-run are at least 1, --retries at least 0, --gpus-per-run between 0 and 1")
+    if min(len(tasks), len(args.algorithms), args.seeds, args.cpus_per_run) < 1:
+        fail("--tasks and --algorithms need one at least, and --seeds and --cpus-per-run are at least 1")
+    if args.retries < 0 or not 0 <= args.gpus_per_run <= 1:
+        fail("--retries is at least 0, and --gpus-per-run between 0 and 1")
     jobs = []
     for task, path in tasks.items():
         sha256 = sha256_of(path) if path else None
@@ -303,7 +309,7 @@ class RayPool:
         self.ray, self.args, self.own = ray, args, not ray.is_initialized()
         if self.own:
             alone = {} if args.ray_address else dict(include_dashboard=False)
-            ray.init(args.ray_address or "local", log_to_driver=False, **alone)
+            ray.init(args.ray_address or "local", log_to_driver=False, logging_level="error", **alone)
         self.remote = ray.remote(num_cpus=args.cpus_per_run, num_gpus=args.gpus_per_run, max_retries=0)(run_job)
 
     @property
@@ -374,7 +380,6 @@ def run_sweep(jobs: list[Job], pool: ProcessPool | RayPool, args: Args, stop: Pa
     handles, lines_drawn = {}, 0
     while True:
         while not received_signals and len(handles) < pool.slots and (job := next_ready(jobs)):
-            job.folder.mkdir(parents=True, exist_ok=True)
             write_file(job.folder / "job.json", json.dumps(job.identity))
             log = job.folder / "log.txt"
             job.log_size = log.stat().st_size if log.exists() else 0
@@ -393,7 +398,7 @@ def run_sweep(jobs: list[Job], pool: ProcessPool | RayPool, args: Args, stop: Pa
             try:
                 status, job.note = pool.outcome(handle)
             except Exception as error:  # the worker or its node was lost
-                status, job.note = 1, str(error).strip().split("\n")[0]
+                status, job.note = 1, str(error).strip().split("\n")[0][:200]
             if status == 0:
                 job.state = "done"
             elif received_signals or job.attempts <= args.retries:
@@ -459,7 +464,8 @@ def main(argv: list[str]) -> int:
         try:
             run_sweep(jobs, pool, args, stop)
         finally:
-            stop.unlink(missing_ok=True)
+            if stop.exists():
+                stop.unlink()
         pool.close()
     failed = [job for job in jobs if job.state == "failed"]
     for job in failed:
@@ -725,7 +731,7 @@ def report(args: ReportArgs) -> Path:
     matplotlib.use("Agg")
     root, output = Path(args.runs_root), Path(args.output_dir)
     rows = read_results(root)
-    output.mkdir(parents=True, exist_ok=True)
+    write_file(output / "report.md", "")  # refuses a folder that cannot be written before any work
     begun = {path.parent for path in root.rglob("args.json")}
     unfinished = sorted(str(folder.relative_to(root)) for folder in begun if not (folder / "result.json").exists())
     text = f"# Results\n\n{len(run_table(rows))} finished runs. " + ABOUT_SCORES

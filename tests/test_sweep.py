@@ -270,7 +270,7 @@ def test_a_real_run_whose_process_and_whose_ray_worker_are_killed_is_resumed_not
     assert got.read_text() == expected.read_text()
 
 
-# --- the queue and its faults, with stand-ins for the scripts -----------------------------------------------------------
+# --- the queue and its faults, with stand-ins for the scripts ---------------------------------------------------------
 def test_killed_processes_are_resumed(stand_ins, where, tmp_path):
     folder = tmp_path / "runs" / "task__micro__1"
 
@@ -376,6 +376,8 @@ def test_flags_of_one_algorithm_win_over_the_common_ones():
         (["--tasks", "../a"], "names a folder"),
         (["--tasks", "a=missing.hdf5"], "cannot read the dataset missing.hdf5"),
         (["--seeds", "0"], "--seeds and --cpus-per-run are at least 1"),
+        (["--algorithms"], "--tasks and --algorithms need one at least"),
+        (["--local", "--tasks", "a", "--runs-root", "/dev/null/runs"], "cannot write /dev/null/runs/a__micro__1/job.json"),
         (["--gpus-per-run", "2"], "--gpus-per-run between 0 and 1"),
         (["--", "--seed", "3"], "--seed is set by the sweep itself"),
         (["--", "--dataset_path=x"], "--dataset-path is set by the sweep itself"),
