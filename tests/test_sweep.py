@@ -42,6 +42,7 @@ for name in "env-id seed penalty runs-root resume torch-threads device dataset-p
 parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--broken-seed")
 args = parser.parse_args()
+resumed = args.resume is not None
 run = Path(args.resume or Path(args.runs_root) / "run")
 run.mkdir(exist_ok=True)
 trace, lock = open(run.parent / "trace.txt", "a", buffering=1), open(run / "lock", "w")
@@ -60,7 +61,7 @@ if not args.dynamics_path:
     (run / "dynamics.pt").write_text("ensemble of " + run.parent.name)
 asked = []
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-done = int((run / "checkpoint.pt").read_text()) if (run / "checkpoint.pt").exists() else 0
+done = int((run / "checkpoint.pt").read_text()) if resumed and (run / "checkpoint.pt").exists() else 0
 while done < args.steps:
     time.sleep(0.02)
     done += 1
@@ -287,7 +288,7 @@ def test_killed_processes_are_resumed(stand_ins, where, tmp_path):
     assert ["overlap"] not in trace(folder)
 
 
-def test_a_ray_worker_takes_its_training_process_with_it(stand_ins, ray, tmp_path):
+def test_a_ray_worker_takes_its_training_process_with_it(stand_ins, ray, tmp_path, capsys):
     folder = tmp_path / "runs" / "task__rambo__1"
 
     def kill():
@@ -301,6 +302,7 @@ def test_a_ray_worker_takes_its_training_process_with_it(stand_ins, ray, tmp_pat
     assert sweep.main(command) == 0
     thread.join()
     assert not failures and len(starts(folder)) == 2 and ["overlap"] not in trace(folder)
+    assert "task__rambo__1: queued: attempt 1 ended" in capsys.readouterr().out  # Ray itself retried nothing
     assert sorted(set(steps(folder))) == list(range(1, 201)) and len(steps(folder)) <= 201
 
 
@@ -320,13 +322,15 @@ def test_a_run_that_always_fails_is_reported_and_does_not_stop_the_others(stand_
         assert line in out.splitlines()
 
 
-def test_runs_get_the_threads_and_gpus_that_were_granted(stand_ins, tmp_path, monkeypatch):
+@pytest.mark.parametrize("cores, gpus", [(4, ["3", "5"]), (8, ["3", "3", "5", "5"])])
+def test_runs_get_the_threads_and_gpus_that_were_granted(stand_ins, tmp_path, monkeypatch, cores, gpus):
+    """Two threads and half a GPU for each run: two runs on 4 cores have a GPU each, four on 8 cores share them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
-    command = ["--local", "--algorithms", "rambo", "--tasks", "task", "--seeds", "4", "--runs-root", "runs"]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores), raising=False)
+    command = ["--local", "--algorithms", "rambo", "--tasks", "task", "--seeds", str(len(gpus)), "--runs-root", "runs"]
     assert sweep.main([*command, "--cpus-per-run", "2", "--gpus-per-run", "0.5", "--", "--steps", "20"]) == 0
-    granted = [starts(f"runs/task__rambo__{seed}")[0][2:] for seed in (1, 2, 3, 4)]
-    assert sorted(granted) == [["2", "3"], ["2", "3"], ["2", "5"], ["2", "5"]]
+    granted = [starts(f"runs/task__rambo__{seed + 1}")[0][2:] for seed in range(len(gpus))]
+    assert sorted(granted) == [["2", gpu] for gpu in gpus]
     args = json.loads(Path("runs/task__rambo__1/run/args.json").read_text())
     assert args["torch_threads"] == "2" and args["device"] is None
 
@@ -422,14 +426,15 @@ def test_what_may_differ_when_a_sweep_goes_on_may_change_in_the_scripts():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_runs_save_and_the_same_command_goes_on(stand_ins, number):
     command = [sys.executable, str(stand_ins / "sweep.py"), "--local", *f"{ONE_MICRO} -- --steps 60".split()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     wait_for(lambda: len(steps("runs/task__micro__1")) >= 3)
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does: every process of the group gets it
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "the same command goes on from the checkpoints" in out
     reached = steps("runs/task__micro__1")
     assert 3 <= len(reached) < 60 and not any(Path("runs").glob(".stop*"))
     assert not alive(starts("runs/task__micro__1")[0][1])
+    assert "Traceback" not in Path("runs/task__micro__1/log.txt").read_text()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert steps("runs/task__micro__1") == list(range(1, 61))  # nothing twice, nothing lost
 
