@@ -148,7 +148,7 @@ def starts(job_folder):
     return [line for line in trace(job_folder) if line[0] == "start"]
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "it never came"
