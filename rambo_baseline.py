@@ -258,7 +258,7 @@ def generator(device: torch.device, *key: int) -> torch.Generator:
 # === end shared ===
 
 
-# === shared: environments ===
+# === shared: termination ===
 # The rule by which a predicted next state ends its episode: add one for an environment of your own.
 TERMINATION = {
     "Hopper": lambda s: ~(
@@ -267,21 +267,27 @@ TERMINATION = {
     "Walker2d": lambda s: ~((s.abs() < 100).all(-1) & (s[..., 0] > 0.8) & (s[..., 0] < 2) & (s[..., 1].abs() < 1)),
     "HalfCheetah": lambda s: ~(s.abs() < 100).all(-1),
 }
+GYM_IDS = {"hopper": "Hopper-v4", "walker2d": "Walker2d-v4", "halfcheetah": "HalfCheetah-v4"}
+
+
+def termination_of(gym_id: str):
+    return TERMINATION.get(environment_name(gym_id), lambda s: torch.zeros_like(s[..., 0], dtype=torch.bool))
+
+
+# === end shared ===
+
+
+# === shared: environments ===
 # D4RL's normalised score is 0 at the first return (a random policy's) and 100 at the second (an expert's).
 REFERENCE_RETURNS = {
     "Hopper": (-20.272305, 3234.3),
     "Walker2d": (1.629008, 4592.3),
     "HalfCheetah": (-280.178953, 12135.0),
 }
-GYM_IDS = {"hopper": "Hopper-v4", "walker2d": "Walker2d-v4", "halfcheetah": "HalfCheetah-v4"}
 
 
 def environment_name(gym_id: str) -> str:
     return gym_id.split("/")[-1].split("-")[0]
-
-
-def termination_of(gym_id: str):
-    return TERMINATION.get(environment_name(gym_id), lambda s: torch.zeros_like(s[..., 0], dtype=torch.bool))
 
 
 def normalised_score(returns, gym_id: str) -> np.ndarray:
@@ -304,6 +310,10 @@ def make_env(gym_id: str) -> gym.Env:
     return env if unit else gym.wrappers.RescaleAction(env, -1.0, 1.0)  # the policy ends in a tanh
 
 
+# === end shared ===
+
+
+# === shared: evaluation ===
 @torch.no_grad()
 def evaluate(policy, envs: list[gym.Env], seeds, device: torch.device) -> np.ndarray:
     """The return of one episode in each environment, all stepped together with one call of the policy."""
@@ -447,7 +457,7 @@ def unpack(rows: torch.Tensor, obs_dim: int, act_dim: int) -> tuple[torch.Tensor
 # === end shared ===
 
 
-# === shared: networks ===
+# === shared: ensemble ===
 class Ensemble(nn.Module):
     """Gaussian models of (s' - s, r) given (s, a), evaluated side by side: every parameter has a leading model axis."""
 
@@ -478,6 +488,10 @@ class Ensemble(nn.Module):
         return mean, self.min_logvar + F.softplus(logvar - self.min_logvar)
 
 
+# === end shared ===
+
+
+# === shared: networks ===
 def mlp(inputs: int, hidden_size: int) -> list[nn.Module]:
     first, second = nn.Linear(inputs, hidden_size), nn.Linear(hidden_size, hidden_size)
     return [first, nn.ReLU(inplace=True), second, nn.ReLU(inplace=True)]
