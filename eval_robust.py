@@ -41,6 +41,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterator, Literal, NamedTuple, NoReturn
 
+# For --video alone: left in place, a renderer that is not there would stop mujoco's import.
+RENDERERS = os.environ.pop("MUJOCO_GL", "egl osmesa glfw").split()
+
 import gymnasium as gym
 import matplotlib
 import mujoco
@@ -739,10 +742,13 @@ def plot_attacks(results: dict, scores: dict[str, Scores], path: Path) -> None:
 
 
 # --- video ------------------------------------------------------------------------------------------------------------
-def gif_of_episode(content: bytes, gym_id: str, cell: dict) -> bytes:
+def gif_of_episode(content: bytes, gym_id: str, cell: dict, renderer: str) -> bytes:
+    os.environ["MUJOCO_GL"], sys.unraisablehook = renderer, lambda _: None  # gymnasium's half-made viewers complain
     frames, steps = [], itertools.count()
-    ((env, _),) = make_envs(gym_id, 1)
+    ((env, nominal),) = make_envs(gym_id, 1)
     env.unwrapped.render_mode = "rgb_array"
+    if nominal is not None and "track" in [env.unwrapped.model.camera(i).name for i in range(env.unwrapped.model.ncam)]:
+        env.unwrapped.mujoco_renderer.camera_id = env.unwrapped.model.camera("track").id  # follows the body
     every = max(1, round(env.unwrapped.metadata.get("render_fps", 25) / 25))  # steps a frame, for 25 a second
 
     def after_step(env: gym.Env) -> None:
@@ -769,21 +775,16 @@ def write_videos(results: dict, scores: dict[str, Scores], contents: dict[str, b
             cells.append(attack_cells(args, policy, worst)[-1])
         name = re.sub(r"[^\w.-]+", "_", label).strip("_")
         videos |= {f"video-{number + 1}-{name}-{cell['kind']}.gif": cell | dict(episodes=1) for cell in cells}
-    # In a process of its own: a graphics library that is not there, or crashes, takes nothing with it.
-    backends = [os.environ["MUJOCO_GL"]] if "MUJOCO_GL" in os.environ else ["egl", "osmesa", "glfw"]
-    for backend in backends:
-        os.environ["MUJOCO_GL"] = backend
+    for renderer in RENDERERS:  # in a process of its own: a graphics library that crashes takes nothing with it
         try:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), start_worker) as pool:
                 for name, cell in videos.items():
-                    gif = pool.submit(gif_of_episode, contents[cell["policy"]], results["gym_id"], cell).result()
-                    write_file(output_dir / name, gif)
-            return say(f"videos: {len(videos)} in {output_dir}, rendered with {backend}")
-        except Exception as error:  # whatever the graphics libraries raise
-            reason = error
-        finally:
-            del os.environ["MUJOCO_GL"]
-    say(f"no video: this machine cannot render with {', '.join(backends)} ({type(reason).__name__}: {reason})"[:200])
+                    job = pool.submit(gif_of_episode, contents[cell["policy"]], results["gym_id"], cell, renderer)
+                    write_file(output_dir / name, job.result())
+            return say(f"videos: {', '.join(videos)}")
+        except Exception as error:  # whatever graphics libraries raise
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    say(f"no video: this machine cannot render with {', '.join(RENDERERS)} ({reason[:100]})")
 
 
 def main(args: Args) -> None:
