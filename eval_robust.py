@@ -259,7 +259,8 @@ def read_run(run_dir: Path) -> tuple[bytes, dict]:
     except OSError as error:
         fail(f"cannot read {path}: {error}")
     try:
-        saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):
+            saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception:  # torch raises many kinds, with the advice to load unsafely
         fail(f"{path} is refused: it is torn, or holds more than tensors and plain values; nothing in it was executed")
     expected = DESCRIPTIONS | NETWORKS | VECTORS
