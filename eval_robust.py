@@ -5,7 +5,7 @@ paper (Liu et al., IJCAI 2024) shows in its Figs. 2, 3 and 5. No installed file 
 
     what                                                                               here
     gravity and friction times a factor, in the simulator                  Fig. 2      scale_physics
-    s' = s + delta, |delta_i| <= epsilon * sigma_i (std in the dataset)    Fig. 3      Policy.reach
+    s' = s + delta, |delta_i| <= epsilon * sigma_i (std in the dataset)    Fig. 3      perturbed
     RA   one uniform delta a step                                          Fig. 3      perturbed
     AD   largest KL(pi(s) || pi(s')) + KL(pi(s') || pi(s))                 Fig. 3      disagreement, symmetric_kl
     MQ   smallest min_k Q_k(s, tanh mu(s'))                                Fig. 3      value_loss
@@ -39,7 +39,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator, Literal, NamedTuple, NoReturn
+from typing import Callable, Iterator, Literal, NamedTuple, NoReturn, Sequence
 
 # For --video alone: left in place, a renderer that is not there would stop mujoco's import.
 RENDERERS = os.environ.pop("MUJOCO_GL", "egl osmesa glfw").split()
@@ -122,6 +122,8 @@ def check_args(args: Args) -> None:
             fail(f"--{name.replace('_', '-')} {value} is less than 1")
     if args.video and args.plot_only:
         fail("--video plays episodes, which --plot-only does not: leave one of them out")
+    if len(set(args.attacks)) < len(args.attacks):
+        fail(f"--attacks {' '.join(args.attacks)} names one twice")
     if args.seed < 0:
         fail(f"--seed {args.seed} is negative")
     if args.grid and args.gravity[:2] == args.friction[:2] == (1, 1):
@@ -289,7 +291,7 @@ def build_policy(saved: dict, obs_dim: int, act_dim: int, name: str) -> Policy:
         actor.load_state_dict(saved["actor"])
         critics = Critics(len({key.split(".")[1] for key in saved["critics"]}), obs_dim, act_dim, hidden_size)
         critics.load_state_dict(saved["critics"])
-        vectors = {key: saved[key].float().expand(obs_dim) for key in VECTORS}
+        vectors = {key: saved[key].float().reshape(obs_dim) for key in VECTORS}
     except (KeyError, IndexError, AttributeError, TypeError, RuntimeError) as error:
         fail(f"{name}: its networks do not fit {saved['gym_id']}: {error}")
     tensors = [*actor.parameters(), *critics.parameters(), *vectors.values()]
@@ -299,11 +301,11 @@ def build_policy(saved: dict, obs_dim: int, act_dim: int, name: str) -> Policy:
     return Policy(actor.requires_grad_(False), critics.requires_grad_(False), **vectors)
 
 
-def label_runs(policies: list[dict]) -> list[str]:
+def label_runs(policies: Sequence[dict]) -> list[str]:
     """The algorithm of each run, and where runs of one algorithm differ in more than their seed, in what."""
     settings = []
     for saved in policies:
-        dataset = f"{saved['dataset']['file']} {saved['dataset']['sha256'][:8]}"
+        dataset = f"{saved['dataset']['file']} {str(saved['dataset']['sha256'])[:8]}"
         settings.append({k: v for k, v in saved["args"].items() if k not in NOT_THE_ALGORITHM} | dict(data=dataset))
     labels = []
     for saved, mine in zip(policies, settings):
@@ -357,7 +359,7 @@ def best_of(units: torch.Tensor, objective: torch.Tensor) -> torch.Tensor:
     return units[torch.arange(len(units)), objective.argmax(1)]
 
 
-def sampled_attack(objective: Callable, obs: torch.Tensor, reach: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+def sampled_attack(objective: Callable, obs, reach, candidates: torch.Tensor) -> torch.Tensor:
     """The best of no perturbation and the candidates (episodes, tries, obs), which are in units of the reach."""
     units = torch.cat([torch.zeros_like(candidates[:, :1]), candidates], 1)
     return best_of(units, objective(obs[:, None], obs[:, None] + reach * units))
@@ -444,7 +446,7 @@ def make_envs(gym_id: str, count: int) -> list[tuple[gym.Env, Physics | None]]:
 
 
 @torch.no_grad()
-def run_cell(content: bytes, gym_id: str, cell: dict, after_step: Callable[[gym.Env], None] | None = None) -> list[float]:
+def run_cell(content: bytes, gym_id: str, cell: dict, after_step: Callable | None = None) -> list[float]:
     """The return of each episode of a cell, all stepped together with one call of the policy."""
     envs, seeds = make_envs(gym_id, cell["episodes"]), evaluation_seeds(cell["seed"], cell["episodes"])
     dims = envs[0][0].observation_space.shape[0], envs[0][0].action_space.shape[0]
@@ -538,56 +540,60 @@ def versions() -> dict[str, str]:
     return modules | dict(python=platform.python_version())
 
 
-def evaluate_runs(args: Args, path: Path) -> tuple[dict, dict[str, bytes]]:
-    """All cells of all runs, written as they come; what an earlier start has finished is not computed again."""
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} left"
+
+
+def read_runs(args: Args) -> tuple[str, list[dict], dict[str, bytes]]:
+    """The environment, what robustness.json says of each run, and the policies by their SHA-256."""
     run_dirs = [Path(run_dir) for run_dir in args.run_dirs] or [SHIPPED_RUN]
     contents, policies = zip(*map(read_run, run_dirs))
-    gym_ids = dict.fromkeys(saved["gym_id"] for saved in policies)
-    if len(gym_ids) > 1:
+    gym_id = policies[0]["gym_id"]
+    if any(saved["gym_id"] != gym_id for saved in policies):
         found = ", ".join(f"{run_dir} in {saved['gym_id']}" for run_dir, saved in zip(run_dirs, policies))
         fail(f"the runs are of different environments ({found}): give those of one at a time")
-    gym_id = policies[0]["gym_id"]
     (env, nominal), *_ = make_envs(gym_id, args.episodes)
     if args.grid and nominal is None:
         fail(f"{gym_id} has no MuJoCo model, hence no gravity and friction to scale: use --no-grid")
-    for run_dir, saved in zip(run_dirs, policies):
+    runs, by_digest = [], {}
+    for run_dir, content, saved, label in zip(run_dirs, contents, policies, label_runs(policies)):
         build_policy(saved, env.observation_space.shape[0], env.action_space.shape[0], str(run_dir / "policy.pt"))
-    digests = [hashlib.sha256(content).hexdigest() for content in contents]
-    if len(set(digests)) < len(digests):
-        fail("two of the runs have the same policy: give each run once")
-
-    results = dict(format=FORMAT, gym_id=gym_id, versions=versions(), args=vars(args))
-    results |= dict(evaluation_seeds=evaluation_seeds(args.seed, args.episodes), runs=[], cells=[])
-    for run_dir, saved, label, digest in zip(run_dirs, policies, label_runs(list(policies)), digests):
+        digest = hashlib.sha256(content).hexdigest()
+        if digest in by_digest:
+            fail(f"{run_dir} has the same policy as a run before it: give each run once")
+        by_digest[digest] = content
         run = dict(run=run_dir.resolve().name, label=label, policy=digest)
-        results["runs"].append(run | {name: saved[name] for name in DESCRIPTIONS})
+        runs.append(run | {name: saved[name] for name in DESCRIPTIONS})
+    return gym_id, runs, by_digest
+
+
+def evaluate_runs(args: Args, path: Path) -> tuple[dict, dict[str, bytes]]:
+    """All cells of all runs, written as they come; what an earlier start has finished is not computed again."""
+    gym_id, runs, contents = read_runs(args)
+    results = dict(format=FORMAT, gym_id=gym_id, versions=versions(), args=vars(args))
+    results |= dict(evaluation_seeds=evaluation_seeds(args.seed, args.episodes), runs=runs, cells=[])
     if path.exists():
         earlier = read_results(path)
         if earlier["versions"] != results["versions"]:
-            fail(f"{path} was computed with {earlier['versions']}, not {results['versions']}: choose another --output-dir")
+            fail(f"{path} was computed with {earlier['versions']}, not {versions()}: choose another --output-dir")
         results["cells"] = earlier["cells"]  # those of other runs and settings too: nothing is lost
-
     finished = {key_of(cell) for cell in results["cells"]}
-    todo = [cell for digest in digests for cell in all_cells(args, digest) if key_of(cell) not in finished]
+    todo = [cell for policy in contents for cell in all_cells(args, policy) if key_of(cell) not in finished]
     todo.sort(key=lambda cell: -COST[cell["kind"]])
-    write_results(path, results)
     workers = min(args.workers or os.cpu_count(), max(1, len(todo)))
-    total, spent, start, next_line = sum(COST[cell["kind"]] for cell in todo), 0, time.perf_counter(), 0.1
+    write_results(path, results)
     say(f"{gym_id}: {len(todo)} cells of {args.episodes} episodes to do, {len(finished)} on file, {workers} workers")
+    total, spent, started, next_line = sum(COST[cell["kind"]] for cell in todo), 0, time.perf_counter(), 0.1
     with tqdm(total=total, desc="cells", disable=not sys.stderr.isatty(), bar_format=BAR, dynamic_ncols=True) as bar:
-        for cell in run_cells(dict(zip(digests, contents)), gym_id, todo, workers):
+        for cell in run_cells(contents, gym_id, todo, workers):
             results["cells"].append(cell)
             write_results(path, results)
             bar.update(COST[cell["kind"]])
             spent += COST[cell["kind"]]
             if bar.disable and spent >= next_line * total:  # quiet lines where there is no terminal
-                minutes = (time.perf_counter() - start) / 60
-                say(f"{100 * spent / total:.0f} % after {minutes:.1f} min, {minutes * (total / spent - 1):.1f} min left")
-                next_line = spent / total + 0.1
-    return results | dict(args=args), dict(zip(digests, contents))
-
-
-BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} left"
+                minutes, next_line = (time.perf_counter() - started) / 60, next_line + 0.1
+                left = minutes * (total / spent - 1)
+                say(f"{100 * spent / total:.0f} % after {minutes:.1f} min, {left:.1f} min left")
+    return results | dict(args=args), contents
 
 
 # --- scores, table and figures ----------------------------------------------------------------------------------------
@@ -644,7 +650,7 @@ def bootstrap_interval(values: np.ndarray, resamples: int = 10_000) -> tuple[flo
 
 
 def summary(results: dict, scores: dict[str, Scores]) -> str:
-    """Each statistic is a mean over episodes, taken across cells first: an episode has the same start in all of them."""
+    """Each statistic is a mean over episodes, across cells first: an episode has the same start in all of them."""
     args = results["args"]
     gravity, friction, epsilon = spaced(*args.gravity), spaced(*args.friction), spaced(*args.epsilon)
     header = ["algorithm", "runs", "nominal"] + ["mean over the grid", "worst cell"] * args.grid
@@ -663,8 +669,8 @@ def summary(results: dict, scores: dict[str, Scores]) -> str:
     lines = [
         f"# Robustness in {results['gym_id']}",
         "",
-        f"{score_name(results['gym_id']).capitalize()}, {args.episodes} episodes a run and cell, with 95 % bootstrap intervals"
-        " over episodes. Area: average over ε of the score under attack.",
+        f"{score_name(results['gym_id']).capitalize()}, {args.episodes} episodes a run and cell, with 95 % bootstrap"
+        " intervals over episodes. Area: average over ε of the score under attack.",
         "",
     ]
     lines += [f"| {' | '.join(row)} |" for row in rows] + [""]

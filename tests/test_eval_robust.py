@@ -30,8 +30,8 @@ import rambo_baseline
 
 ROOT = Path(eval_robust.__file__).resolve().parent
 GYM_IDS = ["Hopper-v4", "Walker2d-v4", "HalfCheetah-v4"]
-TINY = "--episodes 2 --gravity 0.5 2 2 --friction 0.5 1.5 2 --attack-candidates 5 --attack-restarts 3 --attack-steps 2".split()
-TINY += "--epsilon 0 0.1 2 --workers 1".split()
+TINY = "--episodes 2 --gravity 0.5 2 2 --friction 0.5 1.5 2 --epsilon 0 0.1 2 --workers 1".split()
+TINY += "--attack-candidates 5 --attack-restarts 3 --attack-steps 2".split()
 CELLS = 1 + 2 * 2 + 5  # nominal, grid, and one epsilon above 0 for each attack
 
 
@@ -273,7 +273,8 @@ def test_each_attack_is_stronger_than_the_one_before(kind):
     saved = known_policy(direction)
     policy, obs = eval_robust.build_policy(saved, 11, 1, ""), rng.normal(size=(episodes, 11)).astype(np.float32)
     reached = []
-    for name, extra in (("ra", {}), (kind, dict(candidates=50)), (f"{kind}-grad", dict(candidates=50, restarts=20, steps=10))):
+    sampling, climbing = dict(candidates=50), dict(candidates=50, restarts=20, steps=10)
+    for name, extra in (("ra", {}), (kind, sampling), (f"{kind}-grad", climbing)):
         rngs = [np.random.default_rng([7, i]) for i in range(episodes)]
         seen = eval_robust.perturbed(policy, torch.as_tensor(obs), dict(kind=name, epsilon=epsilon, **extra), rngs)
         reached.append(eval_robust.OBJECTIVES[kind](policy, torch.as_tensor(obs), seen).numpy())
@@ -293,7 +294,8 @@ def test_in_two_dimensions_the_gradient_finds_the_worst_corner(kind):
     policy = eval_robust.build_policy(saved, 2, 1, "")
     obs = np.random.default_rng(0).normal(size=(episodes, 2)).astype(np.float32)
     cell = dict(kind=f"{kind}-grad", epsilon=epsilon, candidates=1, restarts=20, steps=10)
-    seen = eval_robust.perturbed(policy, torch.as_tensor(obs), cell, [np.random.default_rng(i) for i in range(episodes)])
+    rngs = [np.random.default_rng(i) for i in range(episodes)]
+    seen = eval_robust.perturbed(policy, torch.as_tensor(obs), cell, rngs)
     corner = epsilon * saved["obs_std"].numpy() * np.sign(direction)
     difference = (seen.numpy() - obs) / corner
     if kind == "mq":
@@ -350,7 +352,8 @@ def test_without_reach_an_attack_gives_the_clean_return_exactly(kind, algorithm)
 
 # --- scores -----------------------------------------------------------------------------------------------------------
 def test_area_is_the_average_under_the_curve():
-    assert eval_robust.area(np.array([[10.0, 4.0, 4.0]]), [0.0, 0.1, 0.3]).tolist() == [pytest.approx(5.0)]  # (0.7+0.8)/0.3
+    curve = np.array([[10.0, 4.0, 4.0]])  # trapezoids of 0.7 and 0.8
+    assert eval_robust.area(curve, [0.0, 0.1, 0.3]) == pytest.approx(1.5 / 0.3)
     assert eval_robust.area(np.array([[7.0], [3.0]]), [0.1]).tolist() == [7, 3]
 
 
@@ -371,7 +374,8 @@ def made_up_results(args, labels, episodes_return):
 
 
 def test_pooling_grid_mean_worst_cell_and_areas_against_hand_made_numbers():
-    args = eval_robust.Args(episodes=2, gravity=(1, 3, 2), friction=(0.5, 1, 2), attacks=("ra", "mq"), epsilon=(0, 0.2, 3))
+    args = eval_robust.Args(episodes=2, gravity=(1, 3, 2), friction=(0.5, 1, 2))
+    args.attacks, args.epsilon = ("ra", "mq"), (0, 0.2, 3)
     grid = {(1.0, 0.5): 60, (1.0, 1.0): 1000, (3.0, 0.5): 30, (3.0, 1.0): 20}  # (1, 1) is the nominal cell: left out
     attacked = {("ra", 0.1): 80, ("ra", 0.2): 40, ("mq", 0.1): 20, ("mq", 0.2): 0}
 
@@ -393,7 +397,9 @@ def test_pooling_grid_mean_worst_cell_and_areas_against_hand_made_numbers():
     table = eval_robust.summary(results, scores)
     row = next(line for line in table.splitlines() if line.startswith("| micro"))
     means = [float(text) for text in re.findall(r"\| (-?[\d.]+) \[", row)]
-    assert means == pytest.approx([104, (60 + 30 + 20) / 3 + 4, 24, (50 + 80 + 20) / 2 + 4, (50 + 20 + 0) / 2 + 4], abs=0.051)
+    areas = [(50 + 80 + 20) / 2, (50 + 20 + 0) / 2]
+    expected = [100, (60 + 30 + 20) / 3, 20, *areas]  # of a run without its offset, which is 0 or 8
+    assert means == pytest.approx([value + 4 for value in expected], abs=0.051)
     assert "| 2 |" in row and "gravity ×3, friction ×1" in row
     assert "Return, 2 episodes" in table  # no reference returns in this environment
     low, high = map(float, re.search(r"104.0 \[([\d.]+), ([\d.]+)\]", row).groups())
@@ -440,7 +446,12 @@ def test_a_whole_evaluation_and_its_files(runs, capsys):
 
 def test_every_cell_starts_from_the_same_states(runs, monkeypatch):
     seeds, reset = [], gym.wrappers.TimeLimit.reset
-    monkeypatch.setattr(gym.wrappers.TimeLimit, "reset", lambda env, **how: (seeds.append(how["seed"]), reset(env, **how))[1])
+
+    def noting(env, *, seed):
+        seeds.append(seed)
+        return reset(env, seed=seed)
+
+    monkeypatch.setattr(gym.wrappers.TimeLimit, "reset", noting)
     start(run_dirs=runs)
     assert seeds == results_in()["evaluation_seeds"] * (3 * CELLS)
 
@@ -514,7 +525,8 @@ def test_stopped_for_real(runs, number):
     """A process with two workers is stopped in the middle: its workers end too, and another start goes on."""
     flags = ["--attacks", "--gravity", "0.5", "2", "40", "--friction", "0.5", "1.5", "40", "--workers", "2"]
     command = [sys.executable, str(ROOT / "eval_robust.py"), *TINY, *flags, "--run-dirs", str(runs[0])]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
     deadline = time.monotonic() + 120
     while not (Path("robustness/robustness.json").exists() and results_in()["cells"]):
         assert process.poll() is None and time.monotonic() < deadline
@@ -582,8 +594,8 @@ def test_the_trainers_policies_fit(tmp_path, trainer, monkeypatch):
         for key in ("rewards", "terminals", "timeouts"):
             file[key] = np.zeros(rows, np.float32)
     flags = (
-        f"--env-id hopper-medium-v2 --dataset-path {tmp_path / 'data.hdf5'} --total-updates 2 --eval-episodes 1 --hidden-size 8 "
-        f"--dynamics-hidden-size 8 --dynamics-max-epochs 1 --rollout-batch-size 8 --num-critics 3 --runs-root {tmp_path / 'runs'}"
+        "--env-id hopper-medium-v2 --dataset-path data.hdf5 --runs-root runs --total-updates 2 --eval-episodes 1 "
+        "--hidden-size 8 --dynamics-hidden-size 8 --dynamics-max-epochs 1 --rollout-batch-size 8 --num-critics 3"
     ).split()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(trainer, "received_signals", [])
@@ -598,7 +610,7 @@ def test_the_trainers_policies_fit(tmp_path, trainer, monkeypatch):
 
 
 def test_the_policy_that_ships():
-    """The command works right after a clone: the policy is there, small, with its args, and beats what made its data."""
+    """The command works right after a clone: the policy is there, small, with its args, and beats its data's."""
     path = eval_robust.SHIPPED_RUN / "policy.pt"
     assert path.is_file(), f"{path.relative_to(ROOT)} is missing: the trained policy that ships with the repository"
     assert path.stat().st_size < 2e6 and json.loads((path.parent / "args.json").read_text())["algorithm"] == "micro"
@@ -679,6 +691,7 @@ def test_missing_and_half_written_runs(tmp_path, runs):
         (dict(actor={}), "do not fit"),
         (dict(critics={"x": 1}), "do not fit"),
         (dict(obs_std=torch.ones(5)), "do not fit"),
+        (dict(obs_std=torch.ones(1)), "do not fit"),
         (dict(obs_std=torch.full((11,), math.nan)), "not finite"),
         (dict(input_std=torch.zeros(11)), "deviation of 0"),
     ],
@@ -711,6 +724,7 @@ def test_runs_that_cannot_go_together(tmp_path, runs):
         ("--workers 0", "--workers 0"),
         ("--attack-steps 0", "--attack-steps 0"),
         ("--seed -1", "--seed -1"),
+        ("--attacks ra ad ra", "--attacks ra ad ra names one twice"),
         ("--gravity 2 1 5", "--gravity 2.0 1.0 5"),
         ("--friction -1 1 5", "--friction -1.0"),
         ("--epsilon 0 0.2 1", "--epsilon 0.0 0.2 1"),
