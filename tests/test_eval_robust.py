@@ -1,5 +1,6 @@
 """Physics, attacks, statistics and whole evaluations: against closed forms, slow loops and the simulator itself."""
 
+import copy
 import hashlib
 import io
 import json
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -305,6 +307,17 @@ def test_in_two_dimensions_the_gradient_finds_the_worst_corner(kind):
         np.testing.assert_allclose(difference[:, 0], difference[:, 1], atol=1e-4)
 
 
+def test_where_climbing_gets_nowhere_the_sampled_winner_stays():
+    """The one start is where the gradient of AD's objective is zero."""
+    policy, rng = build(policy_dict()), torch.Generator().manual_seed(0)
+    obs, reach = torch.randn(40, 11, generator=rng), policy.obs_std
+    candidates, starts = 2 * torch.rand(40, 200, 11, generator=rng) - 1, torch.zeros(40, 1, 11)
+    objective = partial(eval_robust.disagreement, policy)
+    sampled = eval_robust.sampled_attack(objective, obs, reach, candidates)
+    climbed = eval_robust.gradient_attack(objective, obs, reach, candidates, starts, steps=3)
+    assert torch.equal(climbed, sampled)
+
+
 @pytest.mark.parametrize("kind", eval_robust.Args.attacks)
 def test_perturbations_stay_inside_the_box(kind):
     saved = policy_dict(algorithm="rambo")
@@ -334,13 +347,34 @@ def test_an_episode_is_attacked_the_same_whoever_else_is_running():
     torch.testing.assert_close(alone[0], together[1])
 
 
+def test_every_episode_has_an_attacker_of_its_own_and_every_cell_the_same(monkeypatch):
+    first_draws, attack = [], eval_robust.perturbed
+
+    def noting(policy, obs, cell, rngs):
+        if not first_draws:
+            first_draws.extend(copy.deepcopy(rng).uniform() for rng in rngs)
+        return attack(policy, obs, cell, rngs)
+
+    monkeypatch.setattr(eval_robust, "perturbed", noting)
+    seen = []
+    for seed, kind, epsilon in ((0, "ra", 0.1), (0, "ad", 0.2), (1, "ra", 0.1)):
+        first_draws.clear()
+        cell = dict(policy="", kind=kind, seed=seed, episodes=4, epsilon=epsilon)
+        eval_robust.run_cell(content_of(policy_dict()), "Hopper-v4", cell)
+        seen.append(list(first_draws))
+    assert seen[0] == seen[1] and len(set(seen[0] + seen[2])) == 8
+
+
 @pytest.mark.parametrize("algorithm", ["micro", "rambo"])
 @pytest.mark.parametrize("kind", eval_robust.Args.attacks)
 def test_without_reach_an_attack_gives_the_clean_return_exactly(kind, algorithm):
     saved = policy_dict(algorithm=algorithm)
+    saved["actor"] = {name: 3 * weight for name, weight in saved["actor"].items()}  # wild: episodes of many lengths
     nominal = dict(policy="", kind="nominal", seed=3, episodes=3)
     attacked = nominal | dict(kind=kind, epsilon=0.0, candidates=5, restarts=3, steps=2)
-    clean = eval_robust.run_cell(content_of(saved), "Hopper-v4", nominal)
+    steps = Counter()
+    clean = eval_robust.run_cell(content_of(saved), "Hopper-v4", nominal, lambda env: steps.update([id(env)]))
+    assert len(set(steps.values())) > 1
     assert eval_robust.run_cell(content_of(saved), "Hopper-v4", attacked) == clean
     assert eval_robust.run_cell(content_of(saved), "Hopper-v4", attacked | dict(epsilon=0.5)) != clean
     actor = micro.Actor(11, 3, 16)  # and the clean return is the one that the trainers measure
