@@ -1,0 +1,170 @@
+"""The benchmarks measure what they say: the penalty's estimators on models whose f is known in closed form."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import micro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import penalty_estimator  # noqa: E402
+
+ELITES, OBS_DIM, ACT_DIM, ROWS = 5, 2, 1, 400
+STATE_SLOPE, ACTION_SLOPE, POLICY_SLOPE, POLICY_STD = torch.tensor([1.0, -0.5]), 0.8, torch.tensor([0.3, 0.7]), 0.4
+ARGS = dataclasses.replace(micro.Args(), num_elites=ELITES, batch_size=4)
+
+
+class ToyActor:
+    """a = b.s + 0.4 noise: a linear policy, without the tanh."""
+
+    def sample(self, obs, noise):
+        return (obs @ POLICY_SLOPE)[:, None] + POLICY_STD * noise
+
+
+def toy_ensemble(offsets, stds):
+    """Elite e predicts s' ~ N(s + offsets[e] * s, stds[e]^2), the same std in every dimension."""
+
+    def ensemble(inputs, members):
+        obs = inputs[:, :OBS_DIM]
+        change = torch.as_tensor(offsets, dtype=torch.float32)[members, None, None] * obs
+        mean = torch.cat([change, torch.zeros(*change.shape[:-1], 1)], -1)
+        logvar = 2 * torch.as_tensor(stds, dtype=torch.float32).log()[members, None, None].expand_as(mean)
+        return mean, logvar
+
+    return ensemble
+
+
+def linear_critics(obs, act):
+    return torch.stack([obs @ STATE_SLOPE + ACTION_SLOPE * act[:, 0]] * 2)
+
+
+def square_critics(obs, act):
+    return torch.stack([obs.square().sum(-1), obs.square().sum(-1) + 1])  # the smaller one counts
+
+
+def measure(offsets, stds, critics, reference_draws=100, repeats=3) -> dict:
+    """Records by (penalty, estimator), and the rows' states."""
+    rng = torch.Generator().manual_seed(0)
+    obs, act = torch.randn(ROWS, OBS_DIM, generator=rng), torch.zeros(ROWS, ACT_DIM)
+    networks = (toy_ensemble(offsets, stds), ToyActor(), critics)
+    records = penalty_estimator.measure_networks(ARGS, networks, obs, act, reference_draws, repeats, rng)
+    return {(record["penalty"], record["estimator"]): record for record in records} | dict(obs=obs.double().numpy())
+
+
+def gap(values: np.ndarray) -> np.ndarray:  # (elites, rows) -> mean - min
+    return values.mean(0) - values.min(0)
+
+
+OFFSETS, STDS = [0.0, 0.1, -0.2, 0.3, 0.05], [0.2, 0.3, 0.1, 0.25, 0.4]
+VALUE_SLOPE = STATE_SLOPE.numpy() + ACTION_SLOPE * POLICY_SLOPE.numpy()  # of Q(s, pi(s)) in s
+
+
+def test_a_linear_value_leaves_nothing_to_antithetic_pairs_and_to_the_means():
+    found = measure(OFFSETS, STDS, linear_critics)
+    values = (1 + np.array(OFFSETS)[:, None]) * (found["obs"] @ VALUE_SLOPE)
+    for kind, expected in (("micro", gap(values)), ("mobile", values.std(0, ddof=1))):
+        assert found[kind, "means"]["reference_mean"] == pytest.approx(expected.mean(), rel=1e-4)
+        for name in ("antithetic 2", "antithetic 4", "means"):
+            assert found[kind, name]["rmse"] < 1e-5 and found[kind, name]["rank_correlation"] > 0.999
+        for name in ("common 1", "common 2", "independent 10"):  # the stds differ, so that noise remains
+            assert found[kind, name]["rmse"] > 0.01
+
+
+def test_shared_noise_cancels_where_the_elites_share_their_variance():
+    found = measure(OFFSETS, [0.3] * ELITES, linear_critics)
+    for kind in ("micro", "mobile"):
+        assert found[kind, "common 1"]["rmse"] < 1e-5 and found[kind, "common 2"]["rmse"] < 1e-5
+        assert found[kind, "independent 10"]["rmse"] > 0.01
+
+
+@pytest.mark.parametrize("draws", [1, 2, 5, 10])
+def test_independent_draws_are_biased_by_the_expected_minimum_of_normals(draws):
+    """Elites that agree have f = 0; what is measured is the expected gap of five normals, or their expected std."""
+    spread = math.hypot(*(0.3 * VALUE_SLOPE), ACTION_SLOPE * POLICY_STD) / math.sqrt(draws)
+    found = measure([0.1] * 4 + [0.1 - 1e-3], [0.3] * ELITES, linear_critics, repeats=20)
+    grid = np.linspace(-8, 8, 20_001)
+    density = np.exp(-grid**2 / 2) / math.sqrt(2 * math.pi)
+    below = np.cumsum(density) * (grid[1] - grid[0])
+    expected_maximum = np.trapezoid(grid * ELITES * below ** (ELITES - 1) * density, grid)  # 1.163
+    c4 = math.sqrt(2 / (ELITES - 1)) * math.gamma(ELITES / 2) / math.gamma((ELITES - 1) / 2)  # E[std] / sigma
+    for kind, factor in (("micro", expected_maximum), ("mobile", c4)):
+        record = found[kind, f"independent {draws}"]
+        measured = record["reference_mean"] * (1 + record["bias_percent"] / 100)
+        assert measured == pytest.approx(factor * spread, rel=0.03)
+
+
+def test_one_shared_draw_is_biased_by_the_spread_of_the_stds_and_two_by_less():
+    """With equal means, mean - min of z * width_e over a normal z is (widest - narrowest) / sqrt(2 pi) on average.
+
+    The state's noise acts through VALUE_SLOPE, the policy's is the same for every elite and cancels.
+    """
+    found = measure([0.1] * 4 + [0.1 - 1e-3], STDS, linear_critics, repeats=20)
+    widths = np.array(STDS) * np.linalg.norm(VALUE_SLOPE)
+    expected = (widths.max() - widths.min()) / math.sqrt(2 * math.pi)
+    for name, draws in (("common 1", 1), ("common 2", 2)):  # two draws that are no pair: a normal of half the variance
+        record = found["micro", name]
+        measured = record["reference_mean"] * (1 + record["bias_percent"] / 100)
+        assert measured == pytest.approx(expected / math.sqrt(draws), rel=0.05)
+
+
+def test_a_curved_value_is_met_by_the_reference_and_missed_by_the_means():
+    """Q = |s|^2: E Q = |mean|^2 + dims * std^2, of which the elites' means know the first part only."""
+    found = measure(OFFSETS, STDS, square_critics, reference_draws=2000)
+    squares = (1 + np.array(OFFSETS)[:, None]) ** 2 * np.square(found["obs"]).sum(1)
+    exact, of_the_means = gap(squares + OBS_DIM * np.square(STDS)[:, None]), gap(squares)
+    record = found["micro", "means"]
+    assert record["reference_mean"] == pytest.approx(exact.mean(), rel=0.01)
+    assert record["rmse"] == pytest.approx(np.sqrt(np.square(of_the_means - exact).mean()), rel=0.05)
+    assert abs(found["micro", "independent 2000"]["bias_percent"]) < 3
+
+
+def test_accuracy_by_hand():
+    found = penalty_estimator.accuracy(np.array([[1.0, 2.0, 6.0], [2.0, 1.0, 3.0]]), np.array([1.0, 2.0, 3.0]))
+    assert found["bias_percent"] == pytest.approx((50 + 0) / 2) and found["bias_percent_std"] == pytest.approx(25)
+    assert found["rmse"] == pytest.approx((math.sqrt(3) + math.sqrt(2 / 3)) / 2)
+    assert found["rank_correlation"] == pytest.approx((1 + 0.5) / 2)
+
+
+def test_cost_counts_next_states_per_row():
+    found = measure(OFFSETS, STDS, linear_critics, reference_draws=2, repeats=1)
+    costs = {name: record["evaluations"] for (kind, name), record in list(found.items())[:-1] if kind == "micro"}
+    each = {"independent 10": 50, "common 1": 5, "common 2": 10, "antithetic 2": 10, "antithetic 4": 20, "means": 5}
+    assert {name: costs[name] for name in each} == each
+
+
+def test_a_run_is_kept_measured_and_drawn(tmp_path, monkeypatch):
+    """`train` keeps the networks of each checkpoint as they were; `measure` and `plot` take them from there."""
+    rng = np.random.default_rng(0)
+    with h5py.File(tmp_path / "data.hdf5", "w") as file:
+        states = rng.normal(size=(300, 3)).astype(np.float32)
+        file["observations"], file["next_observations"] = states, states + 0.1
+        file["actions"] = rng.uniform(-2, 2, size=(300, 1)).astype(np.float32)
+        file["rewards"], file["terminals"] = rng.normal(size=300), np.zeros(300)
+    flags = "--num-models 3 --num-elites 2 --hidden-size 8 --dynamics-hidden-size 8 --dynamics-max-epochs 1".split()
+    flags += "--total-updates 4 --checkpoint-every 2 --batch-size 8 --rollout-batch-size 16 --eval-episodes 1".split()
+    flags += ["--gym-id", "Pendulum-v1", "--dataset-path", str(tmp_path / "data.hdf5"), "--runs-root", str(tmp_path)]
+    monkeypatch.setattr(micro, "write_tensors", micro.write_tensors)  # put back afterwards
+    penalty_estimator.train(flags)
+    (run_dir,) = tmp_path.glob("Pendulum*")
+    kept = sorted(run_dir.glob("estimator-*.pt"))
+    assert [path.name for path in kept] == ["estimator-2.pt", "estimator-4.pt"]
+    last, end = torch.load(kept[1]), torch.load(run_dir / "checkpoint.pt")["agent"]
+    for part in ("actor", "target_critics"):
+        assert all(torch.equal(tensor, end[part][name]) for name, tensor in last[part].items())
+    assert not torch.equal(last["actor"]["mean.bias"], torch.load(kept[0])["actor"]["mean.bias"])
+
+    records = penalty_estimator.measure_run(run_dir, rows=20, reference_draws=4, repeats=2)
+    assert {record["update"] for record in records} == {2, 4}
+    assert all(math.isfinite(value) for record in records for value in record.values() if isinstance(value, float))
+    assert len(json.loads(json.dumps(records))) == 2 * 2 * (1 + len(penalty_estimator.ESTIMATORS))
+    penalty_estimator.plot(records, "micro", tmp_path / "figures" / "figure.png")
+    assert (tmp_path / "figures" / "figure.png").stat().st_size > 10_000
+    assert penalty_estimator.at_least_as_accurate(records, penalty_estimator.RELEASED)
+    assert penalty_estimator.table(records, "mobile").count("\n") == 1 + 1 + len(penalty_estimator.ESTIMATORS)
