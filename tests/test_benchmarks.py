@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say: the penalty's estimators on models whose f is known in closed form."""
+"""The benchmarks measure what they say: the estimators of f on models with a known f, the memory of a known allocation."""
 
 import dataclasses
 import json
@@ -14,6 +14,7 @@ import torch
 import micro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import growth  # noqa: E402
 import penalty_estimator  # noqa: E402
 
 ELITES, OBS_DIM, ACT_DIM, ROWS = 5, 2, 1, 400
@@ -168,3 +169,28 @@ def test_a_run_is_kept_measured_and_drawn(tmp_path, monkeypatch):
     assert (tmp_path / "figures" / "figure.png").stat().st_size > 10_000
     assert penalty_estimator.at_least_as_accurate(records, penalty_estimator.RELEASED)
     assert penalty_estimator.table(records, "mobile").count("\n") == 1 + 1 + len(penalty_estimator.ESTIMATORS)
+
+
+def test_peak_memory_is_that_of_each_phase():
+    """A temporary of 200 MB shows in the phase that makes it, and in no later one."""
+    growth.enter("before")
+    growth.enter("large")
+    torch.ones(50_000_000).sum()
+    growth.enter("after")
+    growth.enter("end")
+    before, large, after = (growth.peaks[name] for name in ("before", "large", "after"))
+    assert large - before == pytest.approx(200, abs=20)
+    assert large - after == pytest.approx(200, abs=20)
+
+
+def test_growth_measures_a_whole_run_of_micro(tmp_path):
+    setting = growth.BASE | dict(rows=5000, batch_size=32, ensemble=(3, 2), rollout_length=2, hidden_size=32)
+    found = growth.in_own_process(setting | dict(rollout_batch_size=500, rollout_every=5), 11, 1, str(tmp_path))
+    phases = ["imports", "data", "dynamics", "rollouts", "updates", "evaluation", "checkpoint"]
+    assert sorted(found["phases_mb"]) == sorted(phases)
+    assert found["peak_mb"] == max(found["phases_mb"].values()) > 50
+    assert found["update_ms"] > 0 and found["rollout_ms"] > 0
+    (run_dir,) = tmp_path.glob("halfcheetah*")
+    described = json.loads((run_dir / "args.json").read_text())
+    assert described["dataset"]["rows"] == 4995  # without the last step of each of 5 episodes
+    assert [described["args"][name] for name in ("num_models", "num_elites", "rollout_length")] == [3, 2, 2]
