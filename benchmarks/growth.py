@@ -1,10 +1,10 @@
-"""What grows with what: time per update and peak memory of micro.py against batch, ensemble, draws, rows and rollout length.
+"""Time per update and peak memory of micro.py against batch and ensemble size, draws, dataset rows and rollout length.
 
 python benchmarks/growth.py measure --output results/growth/measured.json
 python benchmarks/growth.py plot results/growth/measured.json --output docs/growth.png
 
-Every setting is a run of micro.py in a process of its own, on a made-up HDF5 file with the shapes of halfcheetah: it loads
-the data, trains the dynamics (two epochs, cut to a few batches each), makes rollouts until the buffer is full, updates,
+Every setting is a run of micro.py in a process of its own, on a made-up HDF5 file with the shapes of halfcheetah: it
+loads the data, trains the dynamics (two epochs, cut to a few batches), makes a rollout and fills the buffer, updates,
 evaluates and writes a checkpoint. The last setting is the largest D4RL task. Linux only: memory is read from /proc.
 """
 
@@ -71,24 +71,26 @@ def make_file(path: Path, rows: int) -> None:
 
 
 def run(flags: list[str], dynamics_batches: int = 20) -> dict:
-    """A run of micro.py in this process: ms per update, seconds per rollout, and the peak memory of each phase in MB."""
+    """A run of micro.py in this process: ms per update and for its share of rollouts, and the peak of each phase in MB.
+
+    Time is the CPU time of the main thread, so that what else runs on the machine counts little.
+    """
     ends, rollout_seconds = [], []
-    bar, load, dynamics = micro.progress_bar, micro.load_dataset, micro.train_dynamics
-    update, rollout, evaluate, write = micro.update, micro.rollout, micro.evaluate, micro.write_tensors
+    bar, update, rollout, write = micro.progress_bar, micro.update, micro.rollout, micro.write_tensors
 
     def entering(name: str, function):
         return lambda *args: enter(name) or function(*args)
 
     def timed_update(*args):
         metrics = update(*args)
-        ends.append(time.perf_counter())
+        ends.append(time.thread_time())
         return metrics
 
     def timed_rollout(actor, ensemble, num_elites, terminated, starts, length, buffer, rng):
         enter("rollouts")
-        begin = time.perf_counter()
+        begin = time.thread_time()
         stats = rollout(actor, ensemble, num_elites, terminated, starts, length, buffer, rng)
-        rollout_seconds.append(time.perf_counter() - begin)
+        rollout_seconds.append(time.thread_time() - begin)
         while buffer.size < len(buffer.rows):  # as after the fifth rollout
             buffer.add(buffer.rows[: min(buffer.size, 50_000)].clone())
         enter("updates")
@@ -101,14 +103,15 @@ def run(flags: list[str], dynamics_batches: int = 20) -> dict:
     def short_bar(items, description: str, **options):
         return bar(items[:dynamics_batches] if "epoch" in description else items, description, **options)
 
-    micro.progress_bar, micro.load_dataset, micro.train_dynamics = short_bar, entering("data", load), entering("dynamics", dynamics)
-    micro.evaluate, micro.write_tensors = entering("evaluation", evaluate), entering_write
+    micro.progress_bar, micro.write_tensors = short_bar, entering_write
     micro.update, micro.rollout = timed_update, timed_rollout
+    for name, function in (("data", "load_dataset"), ("dynamics", "train_dynamics"), ("evaluation", "evaluate")):
+        setattr(micro, function, entering(name, getattr(micro, function)))
     args = micro.parse_args(flags)
     micro.main(args)
     enter("end")
     rollout_ms = 1000 * min(rollout_seconds) / args.rollout_every  # spread over the updates
-    update_ms = 1000 * float(np.quantile(np.diff(ends), 0.1))  # what else ran on the machine only adds
+    update_ms = 1000 * float(np.quantile(np.diff(ends), 0.1))  # disturbances only add
     return dict(update_ms=update_ms, rollout_ms=rollout_ms, peak_mb=max(peaks.values()), phases_mb=dict(peaks))
 
 

@@ -1,11 +1,11 @@
 """How accurate is the penalty f(s, a), for how much work? Each way to estimate it, at checkpoints along training.
 
 python benchmarks/penalty_estimator.py train -- --env-id hopper-medium-v2 --total-updates 20000 --checkpoint-every 4000
-python benchmarks/penalty_estimator.py measure --run-dirs runs/<folder> ... --output results/penalty_estimator/measured.json
+python benchmarks/penalty_estimator.py measure --run-dirs runs/<folder> --output results/penalty_estimator/measured.json
 python benchmarks/penalty_estimator.py plot results/penalty_estimator/measured.json --output docs/penalty_estimator.png
 
-`train` is micro.py with any of its flags, keeping actor and target critics of every checkpoint. `measure` compares estimators
-on rows of the model's own rollouts. Both use the functions of micro.py: what is measured is what trains.
+`train` is micro.py with any of its flags, keeping actor and target critics of every checkpoint. `measure` compares
+estimators on rows of the model's own rollouts, with the functions of micro.py: what is measured is what trains.
 """
 
 import argparse
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import micro  # noqa: E402
 
 PENALTIES = ("micro", "mobile")
-# name -> family, draws per elite as --penalty-draws takes them, --common-noise, how often such draws are made and averaged
+# name -> family, --penalty-draws, --common-noise, and how often such draws are made and averaged
 ESTIMATORS = {
     "independent 1": ("independent", 1, False, 1),
     "independent 2": ("independent", 2, False, 1),
@@ -53,7 +53,7 @@ def train(flags: list[str]) -> None:
 
 
 def elite_values(args: micro.Args, networks, obs, act, times: int, rng: torch.Generator) -> torch.Tensor:
-    """q of each elite as an update with these args computes it, averaged over `times` such updates: (1, elites, batch)."""
+    """q of each elite as an update with these args computes it, averaged over `times` of them: (1, elites, batch)."""
     ensemble, actor, target_critics = networks
     total = 0.0
     for _ in range(times):
@@ -83,9 +83,9 @@ def accuracy(estimates: np.ndarray, reference: np.ndarray) -> dict:
 def measure_networks(args: micro.Args, networks, obs, act, reference_draws: int, repeats: int, rng) -> list[dict]:
     """One record for each penalty and estimator.
 
-    The reference is made of antithetic draws that the elites share. Sharing changes no elite's own expectation, so that both
-    kinds of reference have the same limit; but mean - min of 1000 independent draws is still biased by what the table is to
-    show. The record "independent <reference_draws>" says how far the two are apart.
+    The reference is made of antithetic draws that the elites share. Sharing changes no elite's own expectation, so both
+    kinds of reference have the same limit; but mean - min of 1000 independent draws still has some of the very bias
+    that is to be measured. The estimator "independent <reference_draws>" says how far the two are apart.
     """
     at_a_time = min(50, reference_draws)
 
@@ -141,7 +141,7 @@ def measure_run(run_dir: Path, rows: int, reference_draws: int, repeats: int) ->
 
 
 def at_least_as_accurate(records: list[dict], name: str) -> bool:
-    """In bias, RMSE and rank correlation, at every checkpoint and for both penalties, as the released code's setting."""
+    """As the released code's setting, in bias, RMSE and rank correlation, at every checkpoint and for both penalties."""
     by_place = {(r["task"], r["update"], r["penalty"], r["estimator"]): r for r in records}
     pairs = [(r, by_place[(*place[:3], RELEASED)]) for place, r in by_place.items() if place[3] == name]
     return all(
@@ -155,8 +155,9 @@ def at_least_as_accurate(records: list[dict], name: str) -> bool:
 def table(records: list[dict], kind: str) -> str:
     """Markdown: for each estimator and task the mean over checkpoints, and in brackets the smallest and largest."""
     tasks = list(dict.fromkeys(record["task"] for record in records))
-    lines = ["| draws per elite | evaluations | " + " | ".join(f"{task}: bias % | RMSE % | rank corr." for task in tasks) + " |"]
-    lines += ["|---" * (2 + 3 * len(tasks)) + "|"]
+    columns = [f"{task}: {metric}" for task in tasks for metric in ("bias %", "RMSE %", "rank correlation")]
+    heads = ["draws per elite", "cost", *columns]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name in dict.fromkeys(record["estimator"] for record in records):
         cells = []
         for task in tasks:

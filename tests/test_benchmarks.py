@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say: the estimators of f on models with a known f, the memory of a known allocation."""
+"""The benchmarks measure what they say: estimators on models whose f is known, the memory of a known allocation."""
 
 import dataclasses
 import json
