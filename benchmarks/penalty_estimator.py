@@ -141,7 +141,7 @@ def measure_run(run_dir: Path, rows: int, reference_draws: int, repeats: int) ->
 
 
 def at_least_as_accurate(records: list[dict], name: str) -> bool:
-    """As the released code's setting, in bias, RMSE and rank correlation, at every checkpoint and for both penalties."""
+    """As the released code's setting: in bias, RMSE and rank correlation, at every checkpoint, for both penalties."""
     by_place = {(r["task"], r["update"], r["penalty"], r["estimator"]): r for r in records}
     pairs = [(r, by_place[(*place[:3], RELEASED)]) for place, r in by_place.items() if place[3] == name]
     return all(
@@ -194,12 +194,13 @@ def plot(records: list[dict], kind: str, output: Path) -> None:
                 steps = np.unique(work)
                 means = [error[work == step].mean() for step in steps]
                 axis.plot(steps * 1.04 ** (number - 1.5), means, "-_", color=f"C{number}", markersize=12, label=family)
-            axis.set(title=f"{task}: {title}", xscale="log", yscale="log", xlabel="next states valued per row")
+            axis.set(title=title, xscale="log", yscale="log", xlabel="next states valued per row")
             ticks = sorted({record["evaluations"] for record in records})
             axis.set_xticks(ticks, ticks, minor=False)
             axis.set_xticks([], minor=True)
             axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=8)
+        row[0].set_ylabel(task)
+    axes[0, 2].legend(fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
 
