@@ -32,7 +32,7 @@ GROWTH = {
     "rows": [50_000, 200_000, 500_000, 1_000_000, 2_000_000],
     "rollout_length": [1, 2, 5, 10, 20],
 }
-TITLES = dict(batch_size="batch size", ensemble="elites (of 7/5 as many networks)", penalty_draws="draws per elite",
+TITLES = dict(batch_size="batch size", ensemble="elites (of 1, 3, 7, 14, 28 networks)", penalty_draws="draws per elite",
               rows="dataset rows", rollout_length="rollout length")  # fmt: skip
 LARGEST = BASE | dict(rows=2_000_000, env_id="halfcheetah-medium-expert-v2")  # its preset: h = 5, 50 000 rollouts
 LIMIT_MB = 4000
@@ -163,12 +163,11 @@ def plot(found: dict, output: Path) -> None:
         column[1].plot(x, [result["peak_mb"] for result in results], "o-", label="whole run")
         column[1].plot(x, [result["phases_mb"]["updates"] for result in results], "s--", label="updates alone")
         for axis in column:
-            axis.set(xlabel=TITLES[name], xlim=(0, None), ylim=(0, None))
+            axis.set(xlabel=TITLES[name], xlim=(0, None))
             axis.grid(alpha=0.3)
-    axes[0, 0].set(ylabel="ms per update")
-    axes[1, 0].set(ylabel="peak memory, MB")
-    axes[0, 0].legend(fontsize=8)
-    axes[1, 0].legend(fontsize=8)
+    for axis, label in zip(axes[:, 0], ("ms per update", "peak memory, MB")):
+        axis.set(ylabel=label, ylim=(0, None))  # last, as the panels of a row share it
+        axis.legend(fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
 

@@ -1,8 +1,8 @@
 """How accurate is the penalty f(s, a), for how much work? Each way to estimate it, at checkpoints along training.
 
 python benchmarks/penalty_estimator.py train -- --env-id hopper-medium-v2 --total-updates 20000 --checkpoint-every 4000
-python benchmarks/penalty_estimator.py measure --run-dirs runs/<folder> --output results/penalty_estimator/measured.json
-python benchmarks/penalty_estimator.py plot results/penalty_estimator/measured.json --output docs/penalty_estimator.png
+python benchmarks/penalty_estimator.py measure --run-dirs runs/<folder> --output results/penalty_estimator/hopper.json
+python benchmarks/penalty_estimator.py plot results/penalty_estimator/*.json --output docs/penalty_estimator.png
 
 `train` is micro.py with any of its flags, keeping actor and target critics of every checkpoint. `measure` compares
 estimators on rows of the model's own rollouts, with the functions of micro.py: what is measured is what trains.
@@ -220,7 +220,7 @@ if __name__ == "__main__":
     command.add_argument("--repeats", type=int, default=10, help="times that each noisy estimator is repeated")
     command.add_argument("--torch-threads", type=int, default=1)
     command = commands.add_parser("plot")
-    command.add_argument("measured", type=Path)
+    command.add_argument("measured", type=Path, nargs="+", help="JSON files of `measure`")
     command.add_argument("--output", type=Path, required=True, help="the figure to write")
     command.add_argument("--penalty", choices=PENALTIES, default="micro")
     options = parser.parse_args()
@@ -232,7 +232,7 @@ if __name__ == "__main__":
         content = sizes | dict(machine=micro.machine(torch.device("cpu")), records=records)
         micro.write_file(options.output, json.dumps(content, indent=1).encode())
     else:
-        records = json.loads(options.measured.read_text())["records"]
+        records = [record for path in options.measured for record in json.loads(path.read_text())["records"]]
         plot(records, options.penalty, options.output)
     for kind in PENALTIES:
         print(f"\n`--penalty {kind}`, mean over the checkpoints (smallest … largest)\n\n{table(records, kind)}")
