@@ -21,7 +21,6 @@ import copy
 import dataclasses
 import hashlib
 import http.client
-import io
 import json
 import math
 import os
@@ -32,10 +31,12 @@ import sys
 import time
 import urllib.request
 import warnings
+import zipfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Literal, NamedTuple, get_args, get_origin
 
 import gymnasium as gym
 import h5py
@@ -47,6 +48,11 @@ import torch.nn.functional as F
 import tyro
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+try:
+    import fcntl
+except ImportError:  # Windows: there nothing keeps a second process out of a run folder
+    fcntl = None
 
 warnings.filterwarnings("ignore", message=".*is out of date.*")  # D4RL's v2 environments are gymnasium's v4, not v5
 
@@ -71,7 +77,7 @@ class Args:
     runs_root: str = "runs"
     """the folder in which the run's own folder is made"""
     resume: str | None = None
-    """a run folder to go on with from its last checkpoint"""
+    """a run folder to go on with from its last checkpoint; what may change is --total-updates, logging and the device"""
     eval_only: str | None = None
     """a run folder whose policy is evaluated again, and nothing else"""
 
@@ -155,7 +161,7 @@ class Args:
     eval_episodes: int = 10
     """episodes an evaluation, with the deterministic policy"""
     checkpoint_every: int = 20_000
-    """updates between checkpoints"""
+    """updates between checkpoints; the last two are kept (140 MB and 0.4 s each with five rollouts of 50 000 x 5 in hopper)"""
 
 
 # task: rollout_length and adversarial_weight, of RAMBO's authors
@@ -185,7 +191,7 @@ def task_preset(env_id: str, given: dict) -> dict:
 # === shared: arguments ===
 def fail(message: str) -> None:
     """One line that says what is wrong, and exit status 1."""
-    raise SystemExit(f"{Path(__file__).name}: {' '.join(message.split())}")
+    raise SystemExit(f"{Path(__file__).name}: {' '.join(message.split())[:1000]}")
 
 
 def parse_args(argv: list[str]) -> Args:
@@ -217,10 +223,15 @@ MAY_CHANGE = {"resume", "eval_only", "total_updates", "checkpoint_every", "eval_
 
 def saved_args(run_dir: Path) -> Args:
     try:
-        return Args(**json.loads((run_dir / "args.json").read_text())["args"])
+        args = Args(**json.loads((run_dir / "args.json").read_text())["args"])
+        for field in dataclasses.fields(args):
+            value, kind = getattr(args, field.name), field.type
+            if not (value in get_args(kind) if get_origin(kind) is Literal else isinstance(value, kind)):
+                raise TypeError(f"{field.name} is {value}")
+        return args
     except OSError as error:
-        fail(f"{run_dir} is not a run folder: {error}")
-    except (ValueError, KeyError, TypeError) as error:
+        fail(f"{run_dir} is not a run folder, or nothing had begun in it: {error}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         fail(f"{run_dir / 'args.json'} is not of this script and version: {error!r}")
 
 
@@ -380,6 +391,9 @@ def find_dataset(args: Args) -> Path:
     return path
 
 
+MAX_BYTES = 4 << 30  # ten times the largest D4RL file: what is or declares more is refused before memory is taken
+
+
 def download(url: str, path: Path, expected: str) -> None:
     """Fetch beside the final place, check, then rename: the cache never holds a file that is not whole."""
     part, digest = path.with_name(f"{path.name}.{os.getpid()}-{time.time_ns()}.part"), hashlib.sha256()
@@ -390,7 +404,7 @@ def download(url: str, path: Path, expected: str) -> None:
             size = int(response.headers.get("Content-Length") or 0)
             say(f"downloading {url} ({size / 1e6:.0f} MB)")
             with progress_bar(size, "download", unit="B", unit_scale=True) as bar:
-                while block := response.read(1 << 20):
+                while (block := response.read(1 << 20)) and file.tell() < MAX_BYTES:
                     file.write(block)
                     digest.update(block)
                     bar.update(len(block))
@@ -400,7 +414,7 @@ def download(url: str, path: Path, expected: str) -> None:
     except (OSError, ValueError, http.client.HTTPException) as error:
         fail(f"cannot download {url}: {error}; {advice}")
     finally:
-        if part.exists():
+        with suppress(OSError):
             part.unlink()
 
 
@@ -408,23 +422,32 @@ def load_dataset(path: Path, env: gym.Env) -> np.ndarray:
     """The transitions of a D4RL-format file as packed float32 rows [s, a, r, s', terminal], actions in [-1, 1]."""
     obs_dim, act_dim = env.observation_space.shape[0], env.action_space.shape[0]
     widths = dict(observations=obs_dim, actions=act_dim, rewards=1, next_observations=obs_dim, terminals=1, timeouts=1)
+    if not path.is_file():
+        fail(f"there is no dataset {path}")
     try:
         with h5py.File(path, "r") as file:
-            if missing := widths.keys() - file.keys() - {"next_observations", "timeouts"}:
+            links = {key: file.get(key, getlink=True) for key in file if key in widths}
+            if missing := widths.keys() - links.keys() - {"next_observations", "timeouts"}:
                 fail(f"{path} has no {', '.join(sorted(missing))}; it has {', '.join(file)}")
-            for key in widths.keys() & file.keys():
-                if not isinstance(file[key], h5py.Dataset) or file[key].dtype.kind not in "fiub":
+            if elsewhere := [key for key, link in links.items() if not isinstance(link, h5py.HardLink)]:
+                fail(f"{path}: {', '.join(elsewhere)} is a link; only arrays of the file itself are read")
+            stored = {key: file[key] for key in links}
+            for key, array in stored.items():
+                if not isinstance(array, h5py.Dataset) or array.dtype.kind not in "fiub":
                     fail(f"{path}: {key} is not an array of numbers")
-                if file[key].shape[1:] != (widths[key],) and (widths[key] > 1 or file[key].ndim != 1):
-                    fail(f"{path}: {key} has the shape {file[key].shape}, but {env.spec.id} has {widths[key]} of them")
-            arrays = {key: file[key][()].reshape(-1, widths[key]) for key in widths.keys() & file.keys()}
-    except FileNotFoundError:
-        fail(f"there is no dataset {path}")
-    except (OSError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        fail(f"{path} is not a D4RL-format HDF5 file: {error}")
-    count = len(arrays["rewards"])
-    if count == 0 or any(len(array) != count for array in arrays.values()):
-        fail(f"{path} has no rows, or not as many of each: { {key: len(array) for key, array in arrays.items()} }")
+                if array.shape[1:] != (widths[key],) and (widths[key] > 1 or array.ndim != 1):
+                    fail(f"{path}: {key} has the shape {array.shape}, but {env.spec.id} has {widths[key]} of them")
+                if array.external or array.is_virtual:
+                    fail(f"{path}: {key} lies in other files; only arrays of the file itself are read")
+                if max(array.size, math.prod(array.chunks or ())) * array.dtype.itemsize > MAX_BYTES:
+                    fail(f"{path}: {key} declares the shape {array.shape} in chunks of {array.chunks}: more than MAX_BYTES")
+            lengths = {key: len(array) for key, array in stored.items()}
+            count = lengths["rewards"]
+            if count == 0 or set(lengths.values()) != {count}:
+                fail(f"{path} has no rows, or not as many of each: {lengths}")
+            arrays = {key: array[()].reshape(-1, widths[key]) for key, array in stored.items()}
+    except Exception as error:  # libhdf5 has many kinds for a file that is not what it says
+        fail(f"{path} is not a D4RL-format HDF5 file: {error!r}")
     if not all(np.isfinite(arrays[key]).all() for key in ("terminals", "timeouts") if key in arrays):
         fail(f"{path} has non-finite values in terminals or timeouts")
     terminals = arrays["terminals"] = arrays["terminals"].astype(bool)
@@ -442,7 +465,8 @@ def load_dataset(path: Path, env: gym.Env) -> np.ndarray:
         arrays["actions"] = 2 * (arrays["actions"] - low) / (high - low) - 1
     columns = [arrays[key] for key in ("observations", "actions", "rewards", "next_observations", "terminals")]
     rows = np.empty((keep.sum(), 2 * obs_dim + act_dim + 2), np.float32)
-    np.concatenate([column[keep] for column in columns], axis=1, out=rows, casting="unsafe")
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused
+        np.concatenate([column[keep] for column in columns], axis=1, out=rows, casting="unsafe")
     if len(rows) < 2 or not np.isfinite(rows).all():
         fail(f"{path} has fewer than two usable transitions, or non-finite values among its {len(rows)}")
     return rows
@@ -607,8 +631,6 @@ def train_dynamics(rows, obs_dim, act_dim, args: Args, device, saved: dict | Non
             best = torch.where(improved, error, best)
             for snapshot, parameter in zip(snapshots, networks):
                 snapshot[improved] = parameter[improved]
-        if not torch.isfinite(error).all():
-            fail(f"the dynamics ensemble diverged in epoch {epoch + 1}: holdout errors {error.tolist()}")
         epoch, stale = epoch + 1, 0 if improved.any() else stale + 1
         state = dict(ensemble=ensemble.state_dict(), optimizer=optimizer.state_dict(), snapshots=snapshots, best=best)
         logvar_bounds = dict(max_logvar=ensemble.max_logvar.mean(), min_logvar=ensemble.min_logvar.mean())
@@ -670,6 +692,13 @@ class RingBuffer:
         rows, capacity = rows[-len(self.rows) :], len(self.rows)
         self.rows[(self.next + torch.arange(len(rows), device=rows.device)) % capacity] = rows
         self.next, self.size = (self.next + len(rows)) % capacity, min(self.size + len(rows), capacity)
+
+    def state_dict(self) -> dict:
+        filled = self.rows if self.size == len(self.rows) else self.rows[: self.size].clone()  # a view would be saved whole
+        return dict(rows=filled, size=self.size, next=self.next)
+
+    def load_state_dict(self, state: dict) -> None:
+        self.rows[: state["size"]], self.size, self.next = state["rows"], state["size"], state["next"]
 
     def sample(self, count: int, rng: torch.Generator) -> torch.Tensor:
         return self.rows[torch.randint(self.size, (count,), generator=rng, device=rng.device)]
@@ -878,34 +907,58 @@ def say(message: str) -> None:
     sys.stdout.flush()
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Beside its place first, then renamed: what stands under the final name is always whole."""
+def write_file(path: Path, content: str | dict, keep_previous: bool = False) -> None:
+    """Text, or tensors and plain values. Beside its place first, then renamed: under its final name a file is whole."""
     part = path.with_name(f"{path.name}.part")
     try:
-        with open(part, "wb") as file:
-            file.write(content)
+        part.unlink(missing_ok=True)  # what a killed process left; "x" then follows no link out of the folder
+        with open(part, "xb") as file:
+            file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
+        if keep_previous and path.exists():
+            os.replace(path, path.with_stem(f"{path.stem}.previous"))
         os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        fail(f"cannot write {path}: {error}; what was saved before is untouched")
-
-
-def write_tensors(path: Path, content: dict) -> None:
-    stream = io.BytesIO()
-    torch.save(content, stream)
-    write_file(path, stream.getbuffer())
+    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        fail(f"cannot write {path}: {error.__context__ or error}; what was saved before is untouched")
 
 
 def read_tensors(path: Path, device: torch.device) -> dict:
-    """Tensors and plain values only: nothing in the file is executed."""
+    """Tensors and plain values only, nothing in the file is executed; and every byte agrees with its checksum."""
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        with zipfile.ZipFile(path) as file:  # torch itself checks no checksum
+            if any(record.compress_type != zipfile.ZIP_STORED for record in file.infolist()) or file.testzip():
+                raise ValueError("a record is altered")
+        return dict(torch.load(path, map_location=device, weights_only=True))
     except FileNotFoundError:
         fail(f"there is no {path}")
-    except Exception as error:  # torch raises many kinds for a file that is torn or holds more than data
-        fail(f"{path} cannot be read as tensors and plain values: {error}".splitlines()[0])
+    except Exception as error:  # many kinds for a file that is torn or holds more than data
+        fail(f"{path} is torn, or not tensors and plain values: {str(error).split(chr(10))[0]}")
+
+
+def read_checkpoint(run_dir: Path, device: torch.device) -> dict:
+    """The last one, or the one before it where that is torn or was never renamed; {} before the first."""
+    last, previous = run_dir / "checkpoint.pt", run_dir / "checkpoint.previous.pt"
+    if not last.exists() and not previous.exists():
+        return {}
+    try:
+        return read_tensors(last, device)
+    except SystemExit as refusal:
+        if not previous.exists():
+            raise
+        say(f"{refusal}; going on from {previous}")
+        return read_tensors(previous, device)
+
+
+def restore(parts: dict, rng: torch.Generator, checkpoint: dict) -> None:
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint.pop(name))
+        rng.set_state(checkpoint["rng"].cpu())
+    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        fail(f"the checkpoint is not of a run with these arguments: {error!r}")
 
 
 def make_run_dir(args: Args, algorithm: str) -> Path:
@@ -921,21 +974,61 @@ def make_run_dir(args: Args, algorithm: str) -> Path:
             fail(f"cannot make the run folder {run_dir}: {error}")
 
 
-def machine(device: torch.device) -> dict:
-    versions = {module.__name__: str(module.__version__) for module in (torch, gym, mujoco, np)}
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = re.search(r"model name\s*: (.*)", cpuinfo)
-    name = cpu[1] if cpu else platform.processor() or platform.machine()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
-    return dict(versions, python=platform.python_version(), device=f"{device.type}: {name}", threads=torch.get_num_threads())
+@contextmanager
+def locked(run_dir: Path):
+    """One process at a time. The system opens the lock when its process ends, however it ends."""
+    with open(run_dir / "lock", "a") as file:
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process is at work in {run_dir}")
+        except OSError as error:
+            say(f"{run_dir} cannot be locked ({error}): see to it that no second process works in it")
+        yield
 
 
-def import_wandb():
-    try:
-        import wandb
-    except ImportError:
-        fail("--track needs Weights & Biases: pip install wandb")
-    return wandb
+def event_log(run_dir: Path, events: list):
+    """TensorBoard's event file, written anew from `events`: what a killed process logged after its checkpoint comes
+    again, and must not stand there twice. Returns the function that logs, to both."""
+    for old in run_dir.glob("events.out.tfevents.*"):
+        old.unlink()
+    writer = SummaryWriter(str(run_dir))
+
+    def write(group: str, step: int, values: dict, at: float) -> None:
+        for name, value in values.items():
+            writer.add_scalar(f"{group}/{name}", value, step, at)
+
+    def log(group: str, step: int, values: dict) -> None:
+        events.append((group, step, values, time.time()))
+        try:
+            write(*events[-1])
+            writer.flush()
+        except OSError as error:
+            fail(f"cannot write TensorBoard's events: {error}; the last checkpoint is untouched")
+
+    for event in events:
+        write(*event)
+    return log
+
+
+def divergence_limits(data: torch.Tensor, obs_dim: int, act_dim: int, args: Args) -> dict:
+    """What no data can explain, by a wide margin: ten times the largest discounted sum of rewards and entropy bonuses
+    (-log pi is within 20 a dimension), and model rows a thousand times larger than any of the data."""
+    reward = data[:, obs_dim + act_dim].abs().max().clamp(min=1).item()
+    entropy = 20 * act_dim * (1 if args.auto_alpha else args.alpha)
+    value = 10 * (reward + entropy) / (1 - args.gamma) if args.gamma < 1 else sys.float_info.max
+    row = 1000 * data.abs().max().clamp(min=1).item()
+    return dict(q_min=value, q_max=value, rollout_max=row, holdout_error=row**2)
+
+
+def stop_if_diverged(metrics: dict, limits: dict, when: str, run_dir: Path, state) -> None:
+    for name, value in metrics.items():
+        limit = limits.get(name, sys.float_info.max)
+        if not abs(value) <= limit:  # so it is for NaN
+            write_file(run_dir / "diverged.pt", state())
+            fail(f"training diverged before {when}: {name} is {value:.4g}, and {limit:.4g} is the most that the data could "
+                 f"explain; the state is in {run_dir / 'diverged.pt'}, and the last checkpoint stands")  # fmt: skip
 
 
 received_signals = []
@@ -963,77 +1056,123 @@ def timed(seconds: dict, phase: str):
 # === end shared ===
 
 
+# === shared: run ===
+def evaluate_actor(actor, input_mean, input_std, envs, update_number: int, args: Args, device) -> np.ndarray:
+    seeds = np.random.SeedSequence([args.seed, EVALUATION, update_number]).generate_state(args.eval_episodes)
+    return evaluate(lambda obs: actor.mode((obs - input_mean) / input_std), envs, seeds, device)
+
+
+def evaluate_again(args: Args, envs: list[gym.Env], gym_id: str, device: torch.device) -> dict:
+    policy = read_tensors(Path(args.eval_only) / "policy.pt", device)
+    actor = Actor(envs[0].observation_space.shape[0], envs[0].action_space.shape[0], args.hidden_size).to(device)
+    try:
+        actor.load_state_dict(policy["actor"])
+        returns = evaluate_actor(actor, policy["input_mean"], policy["input_std"], envs, args.total_updates, args, device)
+    except (KeyError, TypeError, RuntimeError) as error:
+        fail(f"the policy of {args.eval_only} does not fit its arguments: {error!r}")
+    scores = normalised_score(returns, gym_id)
+    say(f"{args.eval_only}: score {scores.mean():.1f} ± {scores.std():.1f} over {len(scores)} episodes")
+    return dict(returns=returns.tolist())
+
+
+def write_progress(run_dir: Path, history: list[dict]) -> None:
+    columns = [name for name in history[0] if name != "returns"]
+    lines = [columns, *([row[name] for name in columns] for row in history)]
+    write_file(run_dir / "progress.csv", "".join(",".join(map(str, line)) + "\n" for line in lines))
+
+
+def write_result(run_dir: Path, described: dict, history: list[dict], seconds: dict) -> dict:
+    scores = np.array([row["score"] for row in history])
+    result = {f"last_{n}_{what.__name__}": float(what(scores[-n:])) for n in (5, 10) for what in (np.mean, np.std)}
+    result |= described | dict(seconds=seconds)
+    result |= dict(evaluations=[{name: row[name] for name in ("update", "score", "returns")} for row in history])
+    write_file(run_dir / "result.json", json.dumps(result, indent=2))
+    say(f"score {result['last_5_mean']:.1f} ± {result['last_5_std']:.1f} over the last 5 evaluations, "
+        f"{result['last_10_mean']:.1f} ± {result['last_10_std']:.1f} over the last 10")  # fmt: skip
+    say("minutes: " + ", ".join(f"{phase} {value / 60:.1f}" for phase, value in seconds.items()))
+    say(f"files: {run_dir}")
+    return result
+
+
+def machine(device: torch.device) -> dict:
+    versions = {module.__name__: str(module.__version__) for module in (torch, gym, mujoco, np)}
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = re.search(r"model name\s*: (.*)", cpuinfo)
+    name = cpu[1] if cpu else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
+    return dict(versions, python=platform.python_version(), device=f"{device.type}: {name}", threads=torch.get_num_threads())
+
+
 def main(args: Args) -> dict:
+    """Everything around the training: device, environments, data, and a run folder that no other process is using."""
     if args.torch_threads:
         torch.set_num_threads(args.torch_threads)
-    device, algorithm = choose_device(args.device), "rambo"
-    wandb = import_wandb() if args.track else None
+    device, algorithm = choose_device(args.device), getattr(args, "penalty", "rambo")
+    if args.track:
+        try:
+            import wandb
+        except ImportError:
+            fail("--track needs Weights & Biases: pip install wandb")
     gym_id = args.gym_id or GYM_IDS[args.env_id.split("-")[0]]
-    raw_terminated, envs = termination_of(gym_id), [make_env(gym_id) for _ in range(args.eval_episodes)]
-    obs_dim, act_dim = envs[0].observation_space.shape[0], envs[0].action_space.shape[0]
-
-    def evaluate_policy(actor: Actor, input_mean, input_std, update_number: int) -> np.ndarray:
-        seeds = np.random.SeedSequence([args.seed, EVALUATION, update_number]).generate_state(args.eval_episodes)
-        return evaluate(lambda obs: actor.mode((obs - input_mean) / input_std), envs, seeds, device)
-
+    envs = [make_env(gym_id) for _ in range(args.eval_episodes)]
     if args.eval_only:
-        actor = Actor(obs_dim, act_dim, args.hidden_size).to(device)
-        policy = read_tensors(Path(args.eval_only) / "policy.pt", device)
-        actor.load_state_dict(policy["actor"])
-        returns = evaluate_policy(actor, policy["input_mean"], policy["input_std"], args.total_updates)
-        scores = normalised_score(returns, gym_id)
-        say(f"{args.eval_only}: score {scores.mean():.1f} ± {scores.std():.1f} over {len(scores)} episodes")
-        return dict(returns=returns.tolist())
+        return evaluate_again(args, envs, gym_id, device)
 
-    # data and run folder
     path = find_dataset(args)
     data = torch.as_tensor(load_dataset(path, envs[0]), device=device)
+    sha256 = sha256_of(path)
+    dataset = dict(file=path.name, sha256=sha256, rows=len(data), is_d4rl=sha256 in D4RL_SHA256.values())
+    described = dict(algorithm=algorithm, gym_id=gym_id, args=vars(args) | dict(resume=None), dataset=dataset)
+    if args.resume and json.loads((Path(args.resume) / "args.json").read_text())["dataset"]["sha256"] != sha256:
+        fail(f"{path} is not the dataset that {args.resume} began with")
+    run_dir = Path(args.resume) if args.resume else make_run_dir(args, algorithm)
+    with locked(run_dir):
+        described |= dict(machine=machine(device))
+        write_file(run_dir / "args.json", json.dumps(described, indent=2))
+        if args.track:
+            wandb.init(project="micro", name=run_dir.name, config=vars(args), sync_tensorboard=True, dir=run_dir)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, ask_to_stop)
+        say(f"{run_dir}: {len(data)} transitions of {path.name}, {device.type}, {torch.get_num_threads()} threads")
+        return train(args, data, envs, described, run_dir, device)
+
+
+# === end shared ===
+
+
+def train(args: Args, data: torch.Tensor, envs: list[gym.Env], described: dict, run_dir: Path, device) -> dict:
+    obs_dim, act_dim = envs[0].observation_space.shape[0], envs[0].action_space.shape[0]
+    gym_id = described["gym_id"]
     obs_std, obs_mean = torch.std_mean(data[:, :obs_dim], 0, correction=0)
     input_mean, input_std = obs_mean, obs_std + 1e-3  # policy, critics and model all see standardised observations
     for observations in unpack(data, obs_dim, act_dim)[0::3]:
         observations.sub_(input_mean).div_(input_std)
-    sha256 = sha256_of(path)
-    dataset = dict(file=path.name, sha256=sha256, rows=len(data), is_d4rl=sha256 in D4RL_SHA256.values())
-    checkpoint = {}
-    if args.resume:
-        run_dir = Path(args.resume)
-        if json.loads((run_dir / "args.json").read_text())["dataset"]["sha256"] != sha256:
-            fail(f"{path} is not the dataset that {run_dir} began with")
-        if (run_dir / "checkpoint.pt").exists():
-            checkpoint = read_tensors(run_dir / "checkpoint.pt", device)
-    else:
-        run_dir = make_run_dir(args, algorithm)
-    described = dict(algorithm=algorithm, gym_id=gym_id, args=vars(args) | dict(resume=None), dataset=dataset)
-    described |= dict(machine=machine(device))
-    write_file(run_dir / "args.json", json.dumps(described, indent=2).encode())
-    if wandb:
-        wandb.init(project="micro", name=run_dir.name, config=vars(args), sync_tensorboard=True, dir=run_dir)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, ask_to_stop)
-    logged = max(checkpoint["update"], checkpoint["dynamics"]["epoch"]) if checkpoint else None
-    writer = SummaryWriter(str(run_dir), purge_step=logged and logged + 1)  # later events will come again
-    seconds = checkpoint.get("seconds", dict.fromkeys(PHASES, 0.0))
-    say(f"{run_dir}: {len(data)} transitions of {path.name}, {device.type}, {torch.get_num_threads()} threads")
 
     def terminated(standardised_obs: torch.Tensor) -> torch.Tensor:
-        return raw_terminated(standardised_obs * input_std + input_mean)
+        return termination_of(gym_id)(standardised_obs * input_std + input_mean)
 
-    def log(group: str, step: int, values: dict) -> None:
-        for name, value in values.items():
-            writer.add_scalar(f"{group}/{name}", value, step)
+    limits = divergence_limits(data, obs_dim, act_dim, args)
+
+    # `run` is where the run stands: a checkpoint is `run`, and the states of networks, buffer and generators
+    run = SimpleNamespace(update=0, averaged=0, metric_sums=torch.zeros(len(METRICS), device=device), rollout_stats={},
+                          model_stats=dict.fromkeys(MODEL_METRICS, 0.0), history=[], events=[], seconds=dict.fromkeys(PHASES, 0.0))  # fmt: skip
+    checkpoint = read_checkpoint(run_dir, device)
+    vars(run).update({name: checkpoint[name] for name in vars(run) if name in checkpoint})
+    log = event_log(run_dir, run.events)
 
     # dynamics
     def after_epoch(state: dict, metrics: dict) -> None:
-        nonlocal clock
-        seconds["dynamics"], clock = seconds["dynamics"] + time.perf_counter() - clock, time.perf_counter()
-        write_tensors(run_dir / "checkpoint.pt", dict(update=0, seconds=seconds, dynamics=state))
-        log("dynamics", state["epoch"], metrics)
-        say(f"dynamics epoch {state['epoch']}: " + ", ".join(f"{k} {v:.5g}" for k, v in list(metrics.items())[:3]))
+        epoch, metrics = state["epoch"], {name: value.item() for name, value in metrics.items()}
+        run.seconds["dynamics"] = time.perf_counter() - started
+        log("dynamics", epoch, metrics)
+        stop_if_diverged(metrics, limits, f"the end of dynamics epoch {epoch}", run_dir, lambda: state)
+        write_file(run_dir / "checkpoint.pt", vars(run) | dict(dynamics=state), keep_previous=True)
+        say(f"dynamics epoch {epoch}: " + ", ".join(f"{k} {v:.5g}" for k, v in list(metrics.items())[:3]))
         stop_if_asked(run_dir)
 
-    clock = time.perf_counter()
+    started = time.perf_counter() - run.seconds["dynamics"]
     if "agent" in checkpoint:
-        dynamics = read_tensors(run_dir / "dynamics.pt", device)
+        dynamics = checkpoint["dynamics"]
     elif args.dynamics_path:
         dynamics = read_tensors(Path(args.dynamics_path), device)
     else:
@@ -1042,83 +1181,75 @@ def main(args: Args) -> dict:
     units = torch.stack([input_mean, input_std])
     if not torch.equal(dynamics.setdefault("observation_units", units), units):
         fail("the dynamics ensemble was trained on observations in other units: by another script, or on other data")
-    write_tensors(run_dir / "dynamics.pt", dynamics)
+    write_file(run_dir / "dynamics.pt", dynamics)
 
     # policy
-    agent = Agent(obs_dim, act_dim, args, device)
-    rng = generator(device, args.seed, TRAINING)
+    agent, rng = Agent(obs_dim, act_dim, args, device), generator(device, args.seed, TRAINING)
     model_rows = args.batch_size - int(args.batch_size * (1 - args.model_ratio))
     generations = 5 * max(1, 1000 // args.rollout_every)
     buffer = RingBuffer(generations * args.rollout_length * args.rollout_batch_size, data.shape[1], device)
     model_optimizer = dynamics_optimizer(ensemble, args.dynamics_lr)
-    metric_sums, history, rollout_stats = torch.zeros(len(METRICS), device=device), [], {}
-    updates_done = updates_logged = 0
-    model_stats = dict.fromkeys(MODEL_METRICS, 0.0)
-    if "agent" in checkpoint:
-        ensemble.load_state_dict(checkpoint["ensemble"])
-        model_optimizer.load_state_dict(checkpoint["model_optimizer"])
-        model_stats = checkpoint["model_stats"]
-        agent.load_state_dict(checkpoint["agent"])
-        vars(buffer).update(checkpoint["buffer"])
-        rng.set_state(checkpoint["rng"].cpu())
-        metric_sums, history, rollout_stats, updates_done, updates_logged = (
-            checkpoint[name] for name in ("metric_sums", "history", "rollout_stats", "update", "updates_logged")
-        )
-    elif args.bc_epochs > 0:
-        with timed(seconds, "cloning"):
-            cloning_loss = clone_behaviour(agent.actor, data, obs_dim, act_dim, args, device)
-        say(f"behaviour cloning: {args.bc_epochs} epochs, squared error {cloning_loss:.4f}")
+    parts = dict(agent=agent, buffer=buffer, ensemble=ensemble, model_optimizer=model_optimizer)
 
-    def save() -> None:
-        state = dict(agent=agent.state_dict(), buffer=vars(buffer), rng=rng.get_state(), metric_sums=metric_sums)
-        state |= dict(update=updates_done, updates_logged=updates_logged, seconds=seconds, history=history)
-        state |= dict(rollout_stats=rollout_stats, dynamics=dict(epoch=dynamics["epochs"]))
-        state |= dict(ensemble=ensemble.state_dict(), model_optimizer=model_optimizer.state_dict(), model_stats=model_stats)
+    def state() -> dict:
+        parts_state = {name: part.state_dict() for name, part in parts.items()}
+        return vars(run) | parts_state | dict(rng=rng.get_state(), dynamics=dynamics)
+
+    def save() -> None:  # the checkpoint last: a kill in between makes the other files again
         policy = dict(actor=agent.actor.state_dict(), critics=agent.critics.state_dict())
         policy |= dict(obs_mean=obs_mean, obs_std=obs_std, input_mean=input_mean, input_std=input_std)
-        write_tensors(run_dir / "checkpoint.pt", state)
-        write_tensors(run_dir / "policy.pt", described | policy)
+        write_file(run_dir / "policy.pt", described | policy)
+        write_file(run_dir / "checkpoint.pt", state(), keep_previous=True)
 
+    if "agent" in checkpoint:
+        restore(parts, rng, checkpoint)
+    else:
+        with timed(run.seconds, "cloning"):
+            cloning_loss = clone_behaviour(agent.actor, data, obs_dim, act_dim, args, device)
+        say(f"behaviour cloning: {args.bc_epochs} epochs, squared error {cloning_loss:.4f}")
+        save()
     take_update = torch.compile(update) if args.compile else update
-    bar = progress_bar(args.total_updates, "updates", initial=updates_done)
+    bar = progress_bar(args.total_updates, "updates", initial=run.update)
+    started, started_at = time.perf_counter(), run.update
     model_changes = args.adversarial_weight > 0 or args.supervised_updates
-    started, started_at = time.perf_counter(), updates_done
-    while updates_done < args.total_updates:
-        if updates_done > 0 and updates_done % args.adversarial_every == 0 and model_changes:
-            with timed(seconds, "adversary"):
-                model_stats = train_model_against(
+    while run.update < args.total_updates:
+        if run.update > 0 and run.update % args.adversarial_every == 0 and model_changes:
+            with timed(run.seconds, "adversary"):
+                run.model_stats = train_model_against(
                     agent, ensemble, model_optimizer, terminated, data, obs_dim, act_dim, args, rng
                 )
-        if updates_done % args.rollout_every == 0 and model_rows > 0:
-            with timed(seconds, "rollouts"):
+        if run.update % args.rollout_every == 0 and model_rows > 0:
+            with timed(run.seconds, "rollouts"):
                 picks = torch.randint(len(data), (args.rollout_batch_size,), generator=rng, device=device)
                 starts = data[picks, :obs_dim]
-                rollout_stats = rollout(
+                run.rollout_stats = rollout(
                     agent.actor, ensemble, args.num_elites, terminated, starts, args.rollout_length, buffer, rng
                 )
-        with timed(seconds, "updates"):
+        with timed(run.seconds, "updates"):
             picks = torch.randint(len(data), (args.batch_size - model_rows,), generator=rng, device=device)
             rows = torch.cat([data[picks], buffer.sample(model_rows, rng)]) if model_rows > 0 else data[picks]
             noise = draw_noise(args, act_dim, rng)
-            metric_sums += take_update(agent, unpack(rows, obs_dim, act_dim), noise, args)
-        updates_done += 1
+            run.metric_sums += take_update(agent, unpack(rows, obs_dim, act_dim), noise, args)
+        run.update += 1
         bar.update()
 
-        evaluating = updates_done % args.eval_every == 0 or updates_done == args.total_updates
-        if evaluating or updates_done % 1000 == 0:
-            metrics = dict(zip(METRICS, (metric_sums / (updates_done - updates_logged)).tolist()))
-            metrics |= rollout_stats | model_stats
-            metric_sums.zero_()
-            updates_logged = updates_done
-            if not all(map(math.isfinite, metrics.values())):
-                fail(f"training diverged before update {updates_done}: {metrics}")
-            speed = (updates_done - started_at) / (time.perf_counter() - started)
-            log("train", updates_done, metrics | dict(updates_per_second=speed))
+        evaluating = run.update % args.eval_every == 0 or run.update == args.total_updates
+        saving = run.update % args.checkpoint_every == 0 or run.update == args.total_updates or received_signals
+        if evaluating or saving or run.update % 1000 == 0:
+            metrics = dict(zip(METRICS, (run.metric_sums / (run.update - run.averaged)).tolist())) | run.rollout_stats
+            metrics |= run.model_stats
+            metrics["rollout_max"] = buffer.rows[: buffer.size].abs().max().item() if buffer.size > 0 else 0.0
+            stop_if_diverged(metrics, limits, f"update {run.update}", run_dir, state)
+        if evaluating or run.update % 1000 == 0:
+            run.metric_sums.zero_()
+            run.averaged = run.update
+            speed = (run.update - started_at) / (time.perf_counter() - started)
+            log("train", run.update, metrics | dict(updates_per_second=speed))
             bar.set_postfix_str(f"loss {metrics['critic_loss']:.2f}, Q {metrics['q']:.1f}")
         if evaluating:
-            with timed(seconds, "evaluation"):
-                returns = evaluate_policy(agent.actor, input_mean, input_std, updates_done)
-                gap_rng = generator(device, args.seed, VALUE_GAP, updates_done)
+            with timed(run.seconds, "evaluation"):
+                returns = evaluate_actor(agent.actor, input_mean, input_std, envs, run.update, args, device)
+                gap_rng = generator(device, args.seed, VALUE_GAP, run.update)
                 states = data[torch.randint(len(data), (128,), generator=gap_rng, device=device), :obs_dim]
                 data_q, gap = value_gap(
                     agent.actor, agent.critics, ensemble, args.num_elites, terminated, states, args.gamma, gap_rng
@@ -1126,32 +1257,21 @@ def main(args: Args) -> dict:
             scores = normalised_score(returns, gym_id)
             evaluation = dict(score=scores.mean().item(), score_std=scores.std().item(), data_q=data_q, value_gap=gap)
             evaluation |= dict(return_mean=returns.mean().item(), return_std=returns.std().item())
-            log("evaluation", updates_done, evaluation)
-            history.append(dict(update=updates_done) | evaluation | metrics | dict(returns=returns.tolist()))
-            columns = [name for name in history[0] if name != "returns"]
-            lines = [columns, *([row[name] for name in columns] for row in history)]
-            write_file(run_dir / "progress.csv", "".join(",".join(map(str, line)) + "\n" for line in lines).encode())
-            say(f"update {updates_done}: score {scores.mean():.1f} ± {scores.std():.1f}, Q {metrics['q']:.1f}, "
+            log("evaluation", run.update, evaluation)
+            run.history.append(dict(update=run.update) | evaluation | metrics | dict(returns=returns.tolist()))
+            write_progress(run_dir, run.history)
+            say(f"update {run.update}: score {scores.mean():.1f} ± {scores.std():.1f}, Q {metrics['q']:.1f}, "
                 f"value gap {gap:.1f}, {speed:.1f} updates/s, "
-                f"{(args.total_updates - updates_done) / speed / 60:.0f} min left")  # fmt: skip
-        if updates_done % args.checkpoint_every == 0 or updates_done == args.total_updates or received_signals:
+                f"{(args.total_updates - run.update) / speed / 60:.0f} min left")  # fmt: skip
+        if saving:
             save()
         stop_if_asked(run_dir)
     bar.close()
-    writer.close()
-
-    # result
-    scores = np.array([row["score"] for row in history])
-    result = {f"last_{n}_{what.__name__}": float(what(scores[-n:])) for n in (5, 10) for what in (np.mean, np.std)}
-    result |= described | dict(seconds=seconds)
-    result |= dict(evaluations=[{name: row[name] for name in ("update", "score", "returns")} for row in history])
-    write_file(run_dir / "result.json", json.dumps(result, indent=2).encode())
-    say(f"score {result['last_5_mean']:.1f} ± {result['last_5_std']:.1f} over the last 5 evaluations, "
-        f"{result['last_10_mean']:.1f} ± {result['last_10_std']:.1f} over the last 10")  # fmt: skip
-    say("minutes: " + ", ".join(f"{phase} {value / 60:.1f}" for phase, value in seconds.items()))
-    say(f"files: {run_dir}")
-    return result
+    return write_result(run_dir, described, run.history, run.seconds)
 
 
 if __name__ == "__main__":
-    main(parse_args(sys.argv[1:]))
+    try:
+        main(parse_args(sys.argv[1:]))
+    except KeyboardInterrupt:  # before there was anything to save
+        raise SystemExit(130)
