@@ -26,6 +26,8 @@ import signal
 import sys
 import time
 import warnings
+import zipfile
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator, Literal, NamedTuple, NoReturn
@@ -38,6 +40,11 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 from tqdm import tqdm
+
+try:
+    import fcntl
+except ImportError:  # Windows: there nothing keeps a second process out of a run folder
+    fcntl = None
 
 Quality = Literal["random", "medium", "medium-replay", "expert", "medium-expert"]
 
@@ -283,36 +290,109 @@ def sac_update(args: Args, learner: Learner, batch: Tensor, widths: list[int], g
         torch._foreach_lerp_(list(learner.target_critics.parameters()), list(critics.parameters()), args.tau)
 
 
-# --- files ---
-def write_atomically(path: Path, content: io.BytesIO) -> None:
-    """Under its own name a file is complete or absent. What kill -9 leaves, a .partial, the next attempt overwrites.
-    The content is built in memory first, since neither HDF5 nor torch fails cleanly on a full disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
+# === shared: files ===
+def progress_bar(items, description: str, **options) -> tqdm:
+    """A bar on a terminal, nothing where there is none."""
+    amount = dict(total=items) if isinstance(items, int) else dict(iterable=items)
+    return tqdm(**amount, desc=description, disable=not sys.stderr.isatty(), dynamic_ncols=True, **options)
+
+
+def say(message: str) -> None:
+    tqdm.write(message)
+    sys.stdout.flush()
+
+
+def write_file(path: Path, content: bytes | dict, keep_previous: bool = False) -> None:
+    """Bytes, or tensors and plain values. Beside its place first, then renamed: under its final name a file is whole."""
+    part = path.with_name(f"{path.name}.part")
     try:
-        with open(partial, "wb") as file:
-            file.write(content.getbuffer())
+        part.unlink(missing_ok=True)  # what a killed process left; "x" then follows no link out of the folder
+        with open(part, "xb") as file:
+            torch.save(content, file) if isinstance(content, dict) else file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        fail(f"{path} is not written: {error}")
+        if keep_previous and path.exists():
+            os.replace(path, path.with_stem(f"{path.stem}.previous"))
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
+        fail(f"cannot write {path}: {error.__context__ or error}; what was saved before is untouched")
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
 
 
-def save(path: Path, content: dict) -> None:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    write_atomically(path, buffer)
+def read_tensors(path: Path, device: torch.device | str) -> dict:
+    """Tensors and plain values only: nothing in the file is executed, and every byte must agree with its checksum."""
+    try:
+        with zipfile.ZipFile(path) as file:  # torch writes checksums but does not read them
+            if any(record.compress_type != zipfile.ZIP_STORED for record in file.infolist()) or file.testzip():
+                raise ValueError("a checksum is wrong")
+        return dict(torch.load(path, map_location=device, weights_only=True))
+    except FileNotFoundError:
+        fail(f"there is no {path}")
+    except Exception as error:  # there are many kinds for a file that is torn or holds more than data
+        fail(f"{path} is torn, or holds more than tensors and plain values: {f'{error}.'.splitlines()[0]}")
+
+
+def read_checkpoint(run_dir: Path, device: torch.device | str) -> dict:
+    """The last one, or the one before it where that is torn or was not yet renamed; {} before the first."""
+    last, previous = run_dir / "checkpoint.pt", run_dir / "checkpoint.previous.pt"
+    try:
+        return read_tensors(last, device) if last.exists() or previous.exists() else {}
+    except SystemExit as refusal:
+        if not previous.exists():
+            raise
+        say(f"{refusal}; going on from {previous}")
+        return read_tensors(previous, device)
+
+
+@contextmanager
+def locked(run_dir: Path):
+    """One process at a time in a run folder. The system opens the lock when the process ends, however it ends."""
+    with open(run_dir / "lock", "a") as file:
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process is at work in {run_dir}")
+        except OSError as error:
+            say(f"{run_dir} cannot be locked ({error}): see to it that no second process works in it")
+        yield
+
+
+received_signals = []
+
+
+@contextmanager
+def signals_noted():
+    """SIGTERM and Ctrl-C ask for a checkpoint and an orderly end; a second one ends at once."""
+
+    def note(number: int, _) -> None:
+        received_signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def stop_if_asked(run_dir: Path) -> None:
+    if received_signals:
+        say(f"interrupted; go on with --resume {run_dir}")
+        raise SystemExit(128 + received_signals[0])
+
+
+# === end shared ===
 
 
 def load(path: Path, keys: set[str]) -> dict:
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        return {key: content[key] for key in keys}
-    except Exception as error:  # missing, cut short, foreign: torch has half a dozen classes for them
-        fail(f"{path} is not a file that this script saved: {type(error).__name__} {error}")
+    content = read_tensors(path, "cpu")
+    if missing := keys - content.keys():
+        fail(f"{path} is not a file that this script saved: it has no {', '.join(sorted(missing))}")
+    return content
 
 
 def dataset_arrays(args: Args, rows: Tensor, environment: gym.Env) -> dict[str, np.ndarray]:
@@ -353,9 +433,18 @@ def write_dataset(path: Path, parts: list[dict[str, np.ndarray]], env_id: str, a
             chunks = (min(len(array), 16_384), *array.shape[1:])
             file.create_dataset(name, data=array, chunks=chunks, compression="gzip", compression_opts=9, shuffle=True)
         file.attrs.update(sorted(attributes.items()))
-    write_atomically(path, image)
+    write_file(path, image.getbuffer())
     episodes = f"{returns.size} complete episodes, return {mean:.1f} ± {std:.1f}"
     print(f"{path}: {len(arrays['rewards'])} rows, {episodes}, {path.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
+def was_written(path: Path, flags: str) -> bool:
+    """By a run with the same flags: under its own name a file is whole."""
+    try:
+        with h5py.File(path, "r") as file:
+            return file.attrs.get("flags") == flags
+    except OSError:
+        return False
 
 
 def convert_minari(dataset_id: str, path: Path) -> None:
@@ -388,8 +477,13 @@ def parse(arguments: list[str] | None) -> tuple[Args, dict]:
     """The flags, and the checkpoint to continue (empty if there is none)."""
     args, checkpoint = tyro.cli(Args, args=arguments, description=__doc__), {}
     if args.resume:
-        checkpoint = load(Path(args.resume, "checkpoint.pt"), CHECKPOINT_KEYS)
-        saved = Args(**checkpoint["args"] | {"resume": args.resume})
+        checkpoint = read_checkpoint(Path(args.resume), "cpu")
+        if missing := CHECKPOINT_KEYS - checkpoint.keys():
+            fail(f"--resume {args.resume}: no checkpoint there with {', '.join(sorted(missing))}")
+        try:
+            saved = Args(**checkpoint["args"] | {"resume": args.resume})
+        except TypeError as error:
+            fail(f"--resume {args.resume}: the checkpoint is not of this version: {error}")
         args = tyro.cli(Args, args=arguments, default=saved)
         for name in vars(args).keys() - FREE_ON_RESUME:
             if getattr(args, name) != getattr(saved, name):
@@ -407,6 +501,8 @@ def check(args: Args, outputs: list[Path]) -> None:
             fail(f"--{name.replace('_', '-')} must be between {least} and {most}, not {value}")
     if args.min_steps > args.total_steps:
         fail(f"--min-steps {args.min_steps} is more than --total-steps {args.total_steps}")
+    if not re.fullmatch(r"\w[\w.-]*", args.suffix):
+        fail(f"--suffix {args.suffix} is part of a file's name: letters, digits, '.', '_' and '-' only")
     if len(set(args.quality)) != len(args.quality) or not args.quality:
         fail("--quality: name one or several, each once")
     if sum(option is not None for option in (args.resume, args.policy_path, args.from_minari)) > 1:
@@ -425,6 +521,94 @@ def check(args: Args, outputs: list[Path]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
 
 
+def train(args: Args, checkpoint: dict, environment: gym.Env, learner: Learner, run_folder: Path) -> tuple[dict, Tensor]:
+    """Online SAC. Returns the policies by quality, and the rows of medium-replay."""
+    needs_medium = any("medium" in name for name in args.quality)
+    needs_end = any("expert" in name for name in args.quality)
+    medium_score = args.medium_score
+    if medium_score is None:
+        medium_score = 40.0 if short_name(args.env_id) in REFERENCE else float("inf")
+    if needs_medium and medium_score == float("inf"):
+        fail(f"--medium-score: {args.env_id} has no reference score, so give the return that is medium")
+    widths, evaluation_environment = row_widths(args, environment), make_environment(args)
+    capacity = args.total_steps + environment.spec.max_episode_steps  # the last episode goes on to its end
+    rows = empty_rows(args, widths, capacity)
+    generators = {name: make_generator(args, name) for name in ("exploration", "replay", "update")}
+    policies = {"random": copy.deepcopy(learner.actor.state_dict())}
+    step, replay_rows, evaluations = 0, 0, []  # replay_rows: length of medium-replay, once it is known
+    if checkpoint:
+        try:
+            step, replay_rows, evaluations = (checkpoint[name] for name in ("step", "replay_rows", "evaluations"))
+            policies, rows[:step] = checkpoint["policies"], checkpoint["rows"]
+            for name, part in learner._asdict().items():
+                part.load_state_dict(checkpoint["learner"][name])
+            for name, generator in generators.items():
+                generator.set_state(checkpoint["generators"][name])
+        except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+            fail(f"--resume {run_folder}: the checkpoint does not fit its flags: {error!r}")
+
+    def state() -> dict:
+        return {
+            "args": vars(args), "step": step, "replay_rows": replay_rows, "evaluations": evaluations,
+            "policies": policies, "rows": rows[:step].clone(),
+            "learner": {name: part.state_dict() for name, part in learner._asdict().items()},
+            "generators": {name: generator.get_state() for name, generator in generators.items()},
+        }  # fmt: skip
+
+    def save() -> None:  # the checkpoint last: a kill in between makes the other files again
+        for name, actor in policies.items():
+            write_file(run_folder / f"{name}.pt", {"env_id": args.env_id, "actor": actor})
+        write_file(run_folder / "checkpoint.pt", state(), keep_previous=True)
+
+    if not checkpoint:
+        save()  # from here on, --resume finds the flags
+    print(f"training; after an interruption: --resume {run_folder}", flush=True)
+    saved_at, batch_shape = step, (args.batch_size,)
+    progress = tqdm(total=args.total_steps, initial=step, desc="training", disable=None, unit_scale=True)
+    while step < args.total_steps and (needs_end or not replay_rows):
+        for row, _ in play_episode(args, environment, learner.actor, generators["exploration"]):
+            rows[step] = torch.from_numpy(row)
+            step += 1
+            progress.update()
+            if step > args.learning_starts:
+                indices = torch.randint(step, batch_shape, generator=generators["replay"], device=args.device)
+                sac_update(args, learner, rows.index_select(0, indices).float(), widths, generators["update"])
+        at_end = step >= args.total_steps
+
+        evaluated_at = evaluations[-1][0] if evaluations else 0
+        if at_end or step // args.eval_every > evaluated_at // args.eval_every:
+            generator = make_generator(args, f"evaluation at {step}")
+            average = 0.0
+            for _ in range(args.eval_episodes):
+                episode = play_episode(args, evaluation_environment, learner.actor, generator)
+                average += sum(reward for _, reward in episode) / args.eval_episodes
+            weight = max(parameter.abs().max().item() for parameter in learner.critics.parameters())
+            if not (np.isfinite(average) and np.isfinite(weight)):
+                write_file(run_folder / "diverged.pt", state())
+                fail(f"training diverged before step {step}: an evaluation's return is {average}, the critics' largest "
+                     f"weight {weight}; the state is in {run_folder / 'diverged.pt'}, and the last checkpoint stands")  # fmt: skip
+            score = score_of(args.env_id, average)
+            evaluations.append((step, average, score))
+            say(f"step {step}: return {average:.1f}, score {score:.1f}")
+            if "medium" not in policies and score >= medium_score:
+                policies["medium"] = copy.deepcopy(learner.actor.state_dict())
+            if "medium" in policies and not replay_rows and step >= args.min_steps:
+                replay_rows = step
+        if at_end:
+            policies["expert"] = copy.deepcopy(learner.actor.state_dict())
+
+        due = at_end or (replay_rows and not needs_end) or step - saved_at >= args.checkpoint_every
+        if due or received_signals:
+            saved_at = step
+            save()
+        stop_if_asked(run_folder)
+    progress.close()
+    if needs_medium and not replay_rows:
+        best = max(score for _, _, score in evaluations)
+        fail(f"medium ({medium_score}) not reached, best {best:.1f}: --resume {run_folder} with more --total-steps")
+    return policies, rows[:replay_rows]
+
+
 def main(arguments: list[str] | None = None) -> None:
     args, checkpoint = parse(arguments)
     if args.from_minari:
@@ -433,15 +617,15 @@ def main(arguments: list[str] | None = None) -> None:
         return convert_minari(args.from_minari, output)
     prefix = f"{args.output_dir}/{short_name(args.env_id)}"
     outputs = {quality: Path(f"{prefix}-{quality}-{args.suffix}.hdf5") for quality in args.quality}
+    places = {"output_dir", "runs_root", "resume", "policy_path", "overwrite"}  # say nothing of what is in the file
+    flags = json.dumps({name: value for name, value in vars(args).items() if name not in places})
+    if args.resume and not args.overwrite:  # killed between two files: the first one is there
+        outputs = {quality: path for quality, path in outputs.items() if not was_written(path, flags)}
     check(args, list(outputs.values()))
     torch.set_num_threads(args.torch_threads)
-    environment, evaluation_environment = make_environment(args), make_environment(args)
-    widths = row_widths(args, environment)
-    learner = make_learner(args, widths)
+    environment = make_environment(args)
+    learner = make_learner(args, row_widths(args, environment))
     policies = {"random": copy.deepcopy(learner.actor.state_dict())}
-    step, replay_rows, evaluations = 0, 0, []  # replay_rows: length of medium-replay, once it is known
-    needs_medium = any("medium" in name for name in args.quality)
-    needs_end = any("expert" in name for name in args.quality)
 
     if args.policy_path:
         policy = load(Path(args.policy_path), {"env_id", "actor"})
@@ -452,81 +636,18 @@ def main(arguments: list[str] | None = None) -> None:
         except (RuntimeError, TypeError) as error:
             fail(f"--policy-path {args.policy_path}: {error}")
         policies = {args.quality[0]: policy["actor"]}
-    elif needs_medium or needs_end:
-        medium_score = args.medium_score
-        if medium_score is None:
-            medium_score = 40.0 if short_name(args.env_id) in REFERENCE else float("inf")
-        if needs_medium and medium_score == float("inf"):
-            fail(f"--medium-score: {args.env_id} has no reference score, so give the return that is medium")
-        capacity = args.total_steps + environment.spec.max_episode_steps  # the last episode goes on to its end
-        rows = empty_rows(args, widths, capacity)
-        generators = {name: make_generator(args, name) for name in ("exploration", "replay", "update")}
+    elif set(args.quality) != {"random"}:
         run_name = f"{args.env_id}__collect_dataset__{args.seed}__{int(time.time())}"
         run_folder = Path(args.resume or Path(args.runs_root, re.sub("[/:]", "-", run_name)))
-        if checkpoint:
-            step, replay_rows, evaluations = (checkpoint[name] for name in ("step", "replay_rows", "evaluations"))
-            policies = checkpoint["policies"]
-            rows[:step] = checkpoint["rows"]
-            for name, part in learner._asdict().items():
-                part.load_state_dict(checkpoint["learner"][name])
-            for name, generator in generators.items():
-                generator.set_state(checkpoint["generators"][name])
-        print(f"training; after an interruption: --resume {run_folder}", flush=True)
+        run_folder.mkdir(parents=True, exist_ok=True)
+        with locked(run_folder), signals_noted():
+            policies, replay = train(args, checkpoint, environment, learner, run_folder)
 
-        saved_at, batch_shape = step, (args.batch_size,)
-        progress = tqdm(total=args.total_steps, initial=step, desc="training", disable=None, unit_scale=True)
-        while step < args.total_steps and (needs_end or not replay_rows):
-            for row, _ in play_episode(args, environment, learner.actor, generators["exploration"]):
-                rows[step] = torch.from_numpy(row)
-                step += 1
-                progress.update()
-                if step > args.learning_starts:
-                    indices = torch.randint(step, batch_shape, generator=generators["replay"], device=args.device)
-                    sac_update(args, learner, rows.index_select(0, indices).float(), widths, generators["update"])
-            at_end = step >= args.total_steps
-
-            evaluated_at = evaluations[-1][0] if evaluations else 0
-            if at_end or step // args.eval_every > evaluated_at // args.eval_every:
-                generator = make_generator(args, f"evaluation at {step}")
-                average = 0.0
-                for _ in range(args.eval_episodes):
-                    episode = play_episode(args, evaluation_environment, learner.actor, generator)
-                    average += sum(reward for _, reward in episode) / args.eval_episodes
-                if not np.isfinite(average):
-                    fail(f"training diverged before step {step}: an evaluation's return is {average}")
-                score = score_of(args.env_id, average)
-                evaluations.append((step, average, score))
-                tqdm.write(f"step {step}: return {average:.1f}, score {score:.1f}")
-                sys.stdout.flush()
-                if "medium" not in policies and score >= medium_score:
-                    policies["medium"] = copy.deepcopy(learner.actor.state_dict())
-                if "medium" in policies and not replay_rows and step >= args.min_steps:
-                    replay_rows = step
-            if at_end:
-                policies["expert"] = copy.deepcopy(learner.actor.state_dict())
-
-            if at_end or (replay_rows and not needs_end) or step - saved_at >= args.checkpoint_every:
-                saved_at = step
-                save(run_folder / "checkpoint.pt", {
-                    "args": vars(args), "step": step, "replay_rows": replay_rows, "evaluations": evaluations,
-                    "policies": policies, "rows": rows[:step].clone(),
-                    "learner": {name: part.state_dict() for name, part in learner._asdict().items()},
-                    "generators": {name: generator.get_state() for name, generator in generators.items()},
-                })  # fmt: skip
-                for name, actor in policies.items():
-                    save(run_folder / f"{name}.pt", {"env_id": args.env_id, "actor": actor})
-        progress.close()
-        if needs_medium and not replay_rows:
-            best = max(score for _, _, score in evaluations)
-            fail(f"medium ({medium_score}) not reached, best {best:.1f}: --resume {run_folder} with more --total-steps")
-
-    places = {"output_dir", "runs_root", "resume", "policy_path"}  # mean nothing elsewhere
-    flags = json.dumps({name: value for name, value in vars(args).items() if name not in places})
     for quality, path in outputs.items():
         parts = []
         for name in ("medium", "expert") if quality == "medium-expert" else (quality,):
             if name == "medium-replay":
-                packed = rows[:replay_rows]
+                packed = replay
             else:
                 learner.actor.load_state_dict(policies[name])
                 packed = roll_out(args, environment, learner.actor, name)
@@ -538,5 +659,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` removes a half-written file
     try:
         main()
-    except (OSError, KeyboardInterrupt) as error:
-        fail(str(error) or "interrupted")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        fail(error)

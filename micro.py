@@ -25,6 +25,7 @@ import copy
 import dataclasses
 import hashlib
 import http.client
+import itertools
 import json
 import math
 import os
@@ -920,44 +921,43 @@ def say(message: str) -> None:
     sys.stdout.flush()
 
 
-def write_file(path: Path, content: str | dict, keep_previous: bool = False) -> None:
-    """Text, or tensors and plain values. Beside its place first, then renamed: under its final name a file is whole."""
+def write_file(path: Path, content: bytes | dict, keep_previous: bool = False) -> None:
+    """Bytes, or tensors and plain values. Beside its place first, then renamed: under its final name a file is whole."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.unlink(missing_ok=True)  # what a killed process left; "x" then follows no link out of the folder
         with open(part, "xb") as file:
-            file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
+            torch.save(content, file) if isinstance(content, dict) else file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if keep_previous and path.exists():
             os.replace(path, path.with_stem(f"{path.stem}.previous"))
         os.replace(part, path)
     except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         fail(f"cannot write {path}: {error.__context__ or error}; what was saved before is untouched")
+    finally:
+        with suppress(OSError):
+            part.unlink()
 
 
-def read_tensors(path: Path, device: torch.device) -> dict:
-    """Tensors and plain values only, nothing in the file is executed; and every byte agrees with its checksum."""
+def read_tensors(path: Path, device: torch.device | str) -> dict:
+    """Tensors and plain values only: nothing in the file is executed, and every byte must agree with its checksum."""
     try:
-        with zipfile.ZipFile(path) as file:  # torch itself checks no checksum
+        with zipfile.ZipFile(path) as file:  # torch writes checksums but does not read them
             if any(record.compress_type != zipfile.ZIP_STORED for record in file.infolist()) or file.testzip():
-                raise ValueError("a record is altered")
+                raise ValueError("a checksum is wrong")
         return dict(torch.load(path, map_location=device, weights_only=True))
     except FileNotFoundError:
         fail(f"there is no {path}")
-    except Exception as error:  # many kinds for a file that is torn or holds more than data
-        fail(f"{path} is torn, or not tensors and plain values: {str(error).split(chr(10))[0]}")
+    except Exception as error:  # there are many kinds for a file that is torn or holds more than data
+        fail(f"{path} is torn, or holds more than tensors and plain values: {f'{error}.'.splitlines()[0]}")
 
 
-def read_checkpoint(run_dir: Path, device: torch.device) -> dict:
-    """The last one, or the one before it where that is torn or was never renamed; {} before the first."""
+def read_checkpoint(run_dir: Path, device: torch.device | str) -> dict:
+    """The last one, or the one before it where that is torn or was not yet renamed; {} before the first."""
     last, previous = run_dir / "checkpoint.pt", run_dir / "checkpoint.previous.pt"
-    if not last.exists() and not previous.exists():
-        return {}
     try:
-        return read_tensors(last, device)
+        return read_tensors(last, device) if last.exists() or previous.exists() else {}
     except SystemExit as refusal:
         if not previous.exists():
             raise
@@ -965,31 +965,9 @@ def read_checkpoint(run_dir: Path, device: torch.device) -> dict:
         return read_tensors(previous, device)
 
 
-def restore(parts: dict, rng: torch.Generator, checkpoint: dict) -> None:
-    try:
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint.pop(name))
-        rng.set_state(checkpoint["rng"].cpu())
-    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-        fail(f"the checkpoint is not of a run with these arguments: {error!r}")
-
-
-def make_run_dir(args: Args, algorithm: str) -> Path:
-    stamp = int(time.time())
-    while True:
-        run_dir = Path(args.runs_root) / f"{args.env_id}__{algorithm}__{args.seed}__{stamp}"
-        try:
-            run_dir.mkdir(parents=True)
-            return run_dir
-        except FileExistsError:
-            stamp += 1  # another run began in the same second
-        except OSError as error:
-            fail(f"cannot make the run folder {run_dir}: {error}")
-
-
 @contextmanager
 def locked(run_dir: Path):
-    """One process at a time. The system opens the lock when its process ends, however it ends."""
+    """One process at a time in a run folder. The system opens the lock when the process ends, however it ends."""
     with open(run_dir / "lock", "a") as file:
         try:
             if fcntl:
@@ -1001,27 +979,66 @@ def locked(run_dir: Path):
         yield
 
 
+received_signals = []
+
+
+@contextmanager
+def signals_noted():
+    """SIGTERM and Ctrl-C ask for a checkpoint and an orderly end; a second one ends at once."""
+
+    def note(number: int, _) -> None:
+        received_signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def stop_if_asked(run_dir: Path) -> None:
+    if received_signals:
+        say(f"interrupted; go on with --resume {run_dir}")
+        raise SystemExit(128 + received_signals[0])
+
+
+# === end shared ===
+
+
+# === shared: run ===
+def make_run_dir(args: Args, algorithm: str) -> Path:
+    for stamp in itertools.count(int(time.time())):
+        run_dir = Path(args.runs_root) / f"{args.env_id}__{algorithm}__{args.seed}__{stamp}"
+        try:
+            run_dir.mkdir(parents=True)
+            return run_dir
+        except FileExistsError:  # another run began in the same second
+            continue
+        except OSError as error:
+            fail(f"cannot make the run folder {run_dir}: {error}")
+
+
 def event_log(run_dir: Path, events: list):
-    """TensorBoard's event file, written anew from `events`: what a killed process logged after its checkpoint comes
-    again, and must not stand there twice. Returns the function that logs, to both."""
+    """The function that logs, to `events` and to TensorBoard, whose file is written anew from `events`: what a killed
+    process logged after its last checkpoint comes again, and must not stand there twice."""
     for old in run_dir.glob("events.out.tfevents.*"):
         old.unlink()
-    writer = SummaryWriter(str(run_dir))
+    writer, past = SummaryWriter(str(run_dir)), events.copy()
 
-    def write(group: str, step: int, values: dict, at: float) -> None:
-        for name, value in values.items():
-            writer.add_scalar(f"{group}/{name}", value, step, at)
-
-    def log(group: str, step: int, values: dict) -> None:
-        events.append((group, step, values, time.time()))
+    def log(group: str, step: int, values: dict, at: float | None = None) -> None:
+        events.append((group, step, values, at or time.time()))
         try:
-            write(*events[-1])
+            for name, value in values.items():
+                writer.add_scalar(f"{group}/{name}", value, step, events[-1][-1])
             writer.flush()
         except OSError as error:
             fail(f"cannot write TensorBoard's events: {error}; the last checkpoint is untouched")
 
-    for event in events:
-        write(*event)
+    events.clear()
+    for event in past:
+        log(*event)
     return log
 
 
@@ -1040,23 +1057,17 @@ def stop_if_diverged(metrics: dict, limits: dict, when: str, run_dir: Path, stat
         limit = limits.get(name, sys.float_info.max)
         if not abs(value) <= limit:  # so it is for NaN
             write_file(run_dir / "diverged.pt", state())
-            fail(f"training diverged before {when}: {name} is {value:.4g}, and {limit:.4g} is the most that the data could "
-                 f"explain; the state is in {run_dir / 'diverged.pt'}, and the last checkpoint stands")  # fmt: skip
+            fail(f"training diverged before {when}: {name} is {value:.4g}, and the data can explain {limit:.4g} at most; "
+                 f"the state is in {run_dir / 'diverged.pt'}, and the last checkpoint stands")  # fmt: skip
 
 
-received_signals = []
-
-
-def ask_to_stop(number: int, _) -> None:
-    """SIGTERM and Ctrl-C ask for a checkpoint and an orderly end; a second one ends at once."""
-    received_signals.append(number)
-    signal.signal(number, signal.SIG_DFL)
-
-
-def stop_if_asked(run_dir: Path) -> None:
-    if received_signals:
-        say(f"interrupted; go on with --resume {run_dir}")
-        raise SystemExit(128 + received_signals[0])
+def restore(parts: dict, rng: torch.Generator, checkpoint: dict) -> None:
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint.pop(name))
+        rng.set_state(checkpoint["rng"].cpu())
+    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        fail(f"the checkpoint is not of a run with these arguments: {error!r}")
 
 
 @contextmanager
@@ -1066,10 +1077,6 @@ def timed(seconds: dict, phase: str):
     seconds[phase] += time.perf_counter() - start
 
 
-# === end shared ===
-
-
-# === shared: run ===
 def evaluate_actor(actor, input_mean, input_std, envs, update_number: int, args: Args, device) -> np.ndarray:
     seeds = np.random.SeedSequence([args.seed, EVALUATION, update_number]).generate_state(args.eval_episodes)
     return evaluate(lambda obs: actor.mode((obs - input_mean) / input_std), envs, seeds, device)
@@ -1091,7 +1098,7 @@ def evaluate_again(args: Args, envs: list[gym.Env], gym_id: str, device: torch.d
 def write_progress(run_dir: Path, history: list[dict]) -> None:
     columns = [name for name in history[0] if name != "returns"]
     lines = [columns, *([row[name] for name in columns] for row in history)]
-    write_file(run_dir / "progress.csv", "".join(",".join(map(str, line)) + "\n" for line in lines))
+    write_file(run_dir / "progress.csv", "".join(",".join(map(str, line)) + "\n" for line in lines).encode())
 
 
 def write_result(run_dir: Path, described: dict, history: list[dict], seconds: dict) -> dict:
@@ -1099,7 +1106,7 @@ def write_result(run_dir: Path, described: dict, history: list[dict], seconds: d
     result = {f"last_{n}_{what.__name__}": float(what(scores[-n:])) for n in (5, 10) for what in (np.mean, np.std)}
     result |= described | dict(seconds=seconds)
     result |= dict(evaluations=[{name: row[name] for name in ("update", "score", "returns")} for row in history])
-    write_file(run_dir / "result.json", json.dumps(result, indent=2))
+    write_file(run_dir / "result.json", json.dumps(result, indent=2).encode())
     say(f"score {result['last_5_mean']:.1f} ± {result['last_5_std']:.1f} over the last 5 evaluations, "
         f"{result['last_10_mean']:.1f} ± {result['last_10_std']:.1f} over the last 10")  # fmt: skip
     say("minutes: " + ", ".join(f"{phase} {value / 60:.1f}" for phase, value in seconds.items()))
@@ -1139,13 +1146,11 @@ def main(args: Args) -> dict:
     if args.resume and json.loads((Path(args.resume) / "args.json").read_text())["dataset"]["sha256"] != sha256:
         fail(f"{path} is not the dataset that {args.resume} began with")
     run_dir = Path(args.resume) if args.resume else make_run_dir(args, algorithm)
-    with locked(run_dir):
+    with locked(run_dir), signals_noted():
         described |= dict(machine=machine(device))
-        write_file(run_dir / "args.json", json.dumps(described, indent=2))
+        write_file(run_dir / "args.json", json.dumps(described, indent=2).encode())
         if args.track:
             wandb.init(project="micro", name=run_dir.name, config=vars(args), sync_tensorboard=True, dir=run_dir)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, ask_to_stop)
         say(f"{run_dir}: {len(data)} transitions of {path.name}, {device.type}, {torch.get_num_threads()} threads")
         return train(args, data, envs, described, run_dir, device)
 
