@@ -33,6 +33,7 @@ import time
 import urllib.request
 import warnings
 import zipfile
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -392,7 +393,7 @@ def find_dataset(args: Args) -> Path:
     return path
 
 
-MAX_BYTES = 4 << 30  # ten times the largest D4RL file: what is or declares more is refused before memory is taken
+MAX_BYTES = 2 << 30  # six times the largest of D4RL: a file that is or declares more is refused before memory is taken
 
 
 def download(url: str, path: Path, expected: str) -> None:
@@ -421,7 +422,16 @@ def download(url: str, path: Path, expected: str) -> None:
 
 def load_dataset(path: Path, env: gym.Env) -> np.ndarray:
     """The transitions of a D4RL-format file as packed float32 rows [s, a, r, s', terminal], actions in [-1, 1]."""
-    obs_dim, act_dim = env.observation_space.shape[0], env.action_space.shape[0]
+    bounds = (env.env.action_space.low, env.env.action_space.high) if isinstance(env, gym.wrappers.RescaleAction) else None
+    with ProcessPoolExecutor(1) as reader:  # a process of its own, as libhdf5 crashes on some damaged files
+        try:
+            sizes = env.observation_space.shape[0], env.action_space.shape[0]
+            return reader.submit(read_dataset, path, *sizes, bounds, getattr(env.spec, "id", "")).result()
+        except BrokenProcessPool:
+            fail(f"{path} is damaged: libhdf5 crashed on it")
+
+
+def read_dataset(path: Path, obs_dim: int, act_dim: int, action_bounds: tuple | None, name: str) -> np.ndarray:
     widths = dict(observations=obs_dim, actions=act_dim, rewards=1, next_observations=obs_dim, terminals=1, timeouts=1)
     if not path.is_file():
         fail(f"there is no dataset {path}")
@@ -437,15 +447,18 @@ def load_dataset(path: Path, env: gym.Env) -> np.ndarray:
                 if not isinstance(array, h5py.Dataset) or array.dtype.kind not in "fiub":
                     fail(f"{path}: {key} is not an array of numbers")
                 if array.shape[1:] != (widths[key],) and (widths[key] > 1 or array.ndim != 1):
-                    fail(f"{path}: {key} has the shape {array.shape}, but {env.spec.id} has {widths[key]} of them")
+                    fail(f"{path}: {key} has the shape {array.shape}, but {name} has {widths[key]} of them")
                 if array.external or array.is_virtual:
                     fail(f"{path}: {key} lies in other files; only arrays of the file itself are read")
-                if max(array.size, math.prod(array.chunks or ())) * array.dtype.itemsize > MAX_BYTES:
-                    fail(f"{path}: {key} declares the shape {array.shape} in chunks of {array.chunks}: more than MAX_BYTES")
+                chunk = math.prod(array.chunks or ()) * array.dtype.itemsize
+                if max(chunk, array.nbytes) > 2000 * (array.id.get_storage_size() + 1000):  # gzip makes 1/1000 of zeros
+                    fail(f"{path}: {key} declares the shape {array.shape}, and there is no data for it")
             lengths = {key: len(array) for key, array in stored.items()}
             count = lengths["rewards"]
             if count == 0 or set(lengths.values()) != {count}:
                 fail(f"{path} has no rows, or not as many of each: {lengths}")
+            if sum(array.nbytes for array in stored.values()) > MAX_BYTES:
+                fail(f"{path} declares {count} rows: more than MAX_BYTES, which can be raised")
             arrays = {key: array[()].reshape(-1, widths[key]) for key, array in stored.items()}
     except Exception as error:  # libhdf5 has many kinds for a file that is not what it says
         fail(f"{path} is not a D4RL-format HDF5 file: {error!r}")
@@ -461,8 +474,8 @@ def load_dataset(path: Path, env: gym.Env) -> np.ndarray:
     if "next_observations" not in arrays:  # then it is the next row's observation, inside an episode only
         arrays["next_observations"] = np.roll(arrays["observations"], -1, axis=0)
         keep &= ~terminals.ravel() & (index < count - 1)
-    if isinstance(env, gym.wrappers.RescaleAction):
-        low, high = env.env.action_space.low, env.env.action_space.high
+    if action_bounds:
+        low, high = action_bounds
         arrays["actions"] = 2 * (arrays["actions"] - low) / (high - low) - 1
     columns = [arrays[key] for key in ("observations", "actions", "rewards", "next_observations", "terminals")]
     rows = np.empty((keep.sum(), 2 * obs_dim + act_dim + 2), np.float32)
