@@ -934,7 +934,7 @@ def write_file(path: Path, content: bytes | dict, keep_previous: bool = False) -
             os.replace(path, path.with_stem(f"{path.stem}.previous"))
         os.replace(part, path)
     except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
-        fail(f"cannot write {path}: {error.__context__ or error}; what was saved before is untouched")
+        fail(f"cannot write {path}, is the disk full? {error.__context__ or error}; what was saved before is untouched")
     finally:
         with suppress(OSError):
             part.unlink()
@@ -944,8 +944,8 @@ def read_tensors(path: Path, device: torch.device | str) -> dict:
     """Tensors and plain values only: nothing in the file is executed, and every byte must agree with its checksum."""
     try:
         with zipfile.ZipFile(path) as file:  # torch writes checksums but does not read them
-            if any(record.compress_type != zipfile.ZIP_STORED for record in file.infolist()) or file.testzip():
-                raise ValueError("a checksum is wrong")
+            if any(record.compress_type or record.external_attr for record in file.infolist()) or file.testzip():
+                raise ValueError("a checksum is wrong, or a record is not as torch writes it")
         return dict(torch.load(path, map_location=device, weights_only=True))
     except FileNotFoundError:
         fail(f"there is no {path}")

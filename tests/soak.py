@@ -34,16 +34,16 @@ from test_runs import scalars, write_dataset  # noqa: E402
 import micro  # noqa: E402
 
 TRAINER = (
-    "--env-id hopper-medium-v2 --dynamics-hidden-size 16 --hidden-size 16 --rollout-batch-size 200 --rollout-every 20 "
+    "--env-id hopper-medium-v2 --dynamics-hidden-size 16 --hidden-size 16 --rollout-batch-size 50 --rollout-every 10 "
     "--dynamics-max-epochs 6 --batch-size 32 --num-models 3 --num-elites 2 --torch-threads 1 --device cpu --auto-alpha "
-    "--total-updates 240 --eval-every 40 --eval-episodes 1 --checkpoint-every 15"
+    "--total-updates 120 --eval-every 20 --eval-episodes 1 --checkpoint-every 7"
 ).split()
 FLAGS = {
     "micro": TRAINER,
     "rambo_baseline": [*TRAINER, *"--adversarial-every 30 --adversarial-updates 10 --bc-epochs 2".split()],
     "collect_dataset": (
-        "--env-id Pendulum-v1 --quality medium-replay medium expert --medium-score -100000 --total-steps 1800 --rows 400 "
-        "--learning-starts 200 --eval-every 600 --eval-episodes 1 --batch-size 16 --checkpoint-every 200 --min-steps 900"
+        "--env-id Pendulum-v1 --quality medium-replay medium expert --medium-score -100000 --total-steps 1200 --rows 200 "
+        "--learning-starts 200 --eval-every 400 --eval-episodes 1 --batch-size 8 --checkpoint-every 200 --min-steps 700"
     ).split(),
 }
 # Runs a script's main and kills its process at the n-th call of one of the functions through which files change.
