@@ -720,16 +720,18 @@ class RingBuffer:
 
 def rollout(actor, ensemble, num_elites, terminated, obs, length: int, buffer: RingBuffer, rng) -> dict:
     """Branched rollouts from `obs` into the buffer. A row that ends its episode is stored, and its rollout stops."""
-    starts, rows, reward_sum, ended = len(obs), 0, 0.0, 0
+    starts, rows, reward_sum, ended, largest = len(obs), 0, 0.0, 0, obs.abs().max()
     for _ in range(length):
         obs, act, reward, next_obs = model_step(actor, ensemble, num_elites, obs, rng)
         done = terminated(next_obs)
         buffer.add(torch.cat([obs, act, reward[:, None], next_obs, done[:, None]], -1))
         rows, reward_sum, ended = rows + len(obs), reward_sum + reward.sum(), ended + done.sum()
+        largest = torch.maximum(largest, next_obs.abs().max())  # NaN stays NaN
         obs = next_obs[~done]
         if len(obs) == 0:
             break
-    return dict(rollout_rows=rows, rollout_reward=float(reward_sum) / rows, rollout_ended=int(ended) / starts)
+    stats = dict(rollout_rows=rows, rollout_reward=float(reward_sum) / rows, rollout_ended=int(ended) / starts)
+    return stats | dict(rollout_max=float(largest))
 
 
 @torch.no_grad()
@@ -1256,7 +1258,6 @@ def train(args: Args, data: torch.Tensor, envs: list[gym.Env], described: dict, 
         if evaluating or saving or run.update % 1000 == 0:
             metrics = dict(zip(METRICS, (run.metric_sums / (run.update - run.averaged)).tolist())) | run.rollout_stats
             metrics |= run.model_stats
-            metrics["rollout_max"] = buffer.rows[: buffer.size].abs().max().item() if buffer.size > 0 else 0.0
             stop_if_diverged(metrics, limits, f"update {run.update}", run_dir, state)
         if evaluating or run.update % 1000 == 0:
             run.metric_sums.zero_()
