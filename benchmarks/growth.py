@@ -76,7 +76,7 @@ def run(flags: list[str], dynamics_batches: int = 20) -> dict:
     Time is the CPU time of the main thread, so that what else runs on the machine counts little.
     """
     ends, rollout_seconds = [], []
-    bar, update, rollout, write = micro.progress_bar, micro.update, micro.rollout, micro.write_tensors
+    bar, update, rollout, write = micro.progress_bar, micro.update, micro.rollout, micro.write_file
 
     def entering(name: str, function):
         return lambda *args: enter(name) or function(*args)
@@ -96,14 +96,14 @@ def run(flags: list[str], dynamics_batches: int = 20) -> dict:
         enter("updates")
         return stats
 
-    def entering_write(path: Path, content: dict) -> None:
-        enter("checkpoint" if "agent" in content else phase)
-        write(path, content)
+    def entering_write(path: Path, content: bytes | dict, **options) -> None:
+        enter("checkpoint" if path.name == "checkpoint.pt" and "agent" in content else phase)
+        write(path, content, **options)
 
     def short_bar(items, description: str, **options):
         return bar(items[:dynamics_batches] if "epoch" in description else items, description, **options)
 
-    micro.progress_bar, micro.write_tensors = short_bar, entering_write
+    micro.progress_bar, micro.write_file = short_bar, entering_write
     micro.update, micro.rollout = timed_update, timed_rollout
     for name, function in (("data", "load_dataset"), ("dynamics", "train_dynamics"), ("evaluation", "evaluate")):
         setattr(micro, function, entering(name, getattr(micro, function)))

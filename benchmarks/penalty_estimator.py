@@ -40,15 +40,15 @@ METRICS = {"bias_percent": "|bias| of f, %", "rmse_percent": "RMSE of f, %", "ra
 
 def train(flags: list[str]) -> None:
     """A run of micro.py that leaves an estimator-<update>.pt for each of its checkpoints."""
-    write = micro.write_tensors
+    write = micro.write_file
 
-    def write_and_keep(path: Path, content: dict) -> None:
-        write(path, content)
-        if path.name == "checkpoint.pt" and "agent" in content:
+    def write_and_keep(path: Path, content: bytes | dict, **options) -> None:
+        write(path, content, **options)
+        if path.name == "checkpoint.pt" and "agent" in content and content["update"] > 0:
             kept = {part: content["agent"][part] for part in ("actor", "target_critics")}
             write(path.with_name(f"estimator-{content['update']}.pt"), kept | dict(update=content["update"]))
 
-    micro.write_tensors = write_and_keep
+    micro.write_file = write_and_keep
     micro.main(micro.parse_args(flags))
 
 

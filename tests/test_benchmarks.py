@@ -151,7 +151,7 @@ def test_a_run_is_kept_measured_and_drawn(tmp_path, monkeypatch):
     flags = "--num-models 3 --num-elites 2 --hidden-size 8 --dynamics-hidden-size 8 --dynamics-max-epochs 1".split()
     flags += "--total-updates 4 --checkpoint-every 2 --batch-size 8 --rollout-batch-size 16 --eval-episodes 1".split()
     flags += ["--gym-id", "Pendulum-v1", "--dataset-path", str(tmp_path / "data.hdf5"), "--runs-root", str(tmp_path)]
-    monkeypatch.setattr(micro, "write_tensors", micro.write_tensors)  # put back afterwards
+    monkeypatch.setattr(micro, "write_file", micro.write_file)  # put back afterwards
     penalty_estimator.train(flags)
     (run_dir,) = tmp_path.glob("Pendulum*")
     kept = sorted(run_dir.glob("estimator-*.pt"))
