@@ -70,3 +70,11 @@ def test_no_script_imports_a_sibling(script):
         modules = [node.module] if isinstance(node, ast.ImportFrom) else []
         modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         assert not {str(module).split(".")[0] for module in modules} & set(SCRIPTS)
+
+
+def test_the_shipped_task_is_shortened_alike():
+    first, second = (importlib.import_module(name).LITE_PRESET for name in TRAINERS)
+    common = first.keys() & second.keys()
+    assert first.keys() - common == {"beta", "model_ratio"} and second.keys() == common  # RAMBO's ratio is 0.5 anyway
+    assert {name: first[name] for name in common} == second
+    assert importlib.import_module("rambo_baseline").Args.model_ratio == first["model_ratio"]
