@@ -567,7 +567,7 @@ def test_stopped_for_real(runs, number):
         time.sleep(0.05)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert "Traceback" not in errors
     assert ("the same command goes on" in output) == (number == signal.SIGINT)

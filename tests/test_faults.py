@@ -141,6 +141,7 @@ def test_a_second_signal_ends_at_once(script, monkeypatch):
 def test_ctrl_c_before_there_is_anything_to_save(tmp_path):
     """In a download that never ends: status 130, no traceback."""
     code = "import runpy, urllib.request, os, signal, sys\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job is born with it ignored
     code += "urllib.request.urlopen = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\n"
     code += "sys.argv[1:] = ['--env-id', 'hopper-medium-v2']\nrunpy.run_path('micro.py', run_name='__main__')"
     environment = os.environ | dict(D4RL_DATASET_DIR=str(tmp_path))

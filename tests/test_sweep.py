@@ -429,7 +429,7 @@ def test_a_signal_lets_the_runs_save_and_the_same_command_goes_on(stand_ins, num
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     wait_for(lambda: len(steps("runs/task__micro__1")) >= 3)
     os.killpg(process.pid, number)  # as a terminal does: every process of the group gets it
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + number and "the same command goes on from the checkpoints" in out
     reached = steps("runs/task__micro__1")
     assert 3 <= len(reached) < 60 and not any(Path("runs").glob(".stop*"))
