@@ -560,8 +560,9 @@ def test_stopped_for_real(runs, number):
     flags = ["--attacks", "--gravity", "0.5", "2", "40", "--friction", "0.5", "1.5", "40", "--workers", "2"]
     command = [sys.executable, str(ROOT / "eval_robust.py"), *TINY, *flags, "--run-dirs", str(runs[0])]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command, start_new_session=True, **pipes)
-    deadline = time.monotonic() + 120
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job is born with it ignored
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=heed, **pipes)
+    deadline = time.monotonic() + 300
     while not (Path("robustness/robustness.json").exists() and results_in()["cells"]):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
