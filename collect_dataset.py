@@ -291,6 +291,9 @@ def sac_update(args: Args, learner: Learner, batch: Tensor, widths: list[int], g
 
 
 # === shared: files ===
+received_signals = []
+
+
 def progress_bar(items, description: str, **options) -> tqdm:
     """A bar on a terminal, nothing where there is none."""
     amount = dict(total=items) if isinstance(items, int) else dict(iterable=items)
@@ -303,7 +306,7 @@ def say(message: str) -> None:
 
 
 def write_file(path: Path, content: bytes | dict, keep_previous: bool = False) -> None:
-    """Bytes, or tensors and plain values. Beside its place first, then renamed: under its final name a file is whole."""
+    """Bytes, or tensors and plain values. Beside its place first, then renamed: under its own name a file is whole."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.unlink(missing_ok=True)  # what a killed process left; "x" then follows no link out of the folder
@@ -358,9 +361,6 @@ def locked(run_dir: Path):
         except OSError as error:
             say(f"{run_dir} cannot be locked ({error}): see to it that no second process works in it")
         yield
-
-
-received_signals = []
 
 
 @contextmanager
@@ -521,7 +521,7 @@ def check(args: Args, outputs: list[Path]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def train(args: Args, checkpoint: dict, environment: gym.Env, learner: Learner, run_folder: Path) -> tuple[dict, Tensor]:
+def train(args: Args, checkpoint: dict, environment: gym.Env, learner: Learner, run_folder: Path):
     """Online SAC. Returns the policies by quality, and the rows of medium-replay."""
     needs_medium = any("medium" in name for name in args.quality)
     needs_end = any("expert" in name for name in args.quality)
@@ -585,8 +585,8 @@ def train(args: Args, checkpoint: dict, environment: gym.Env, learner: Learner, 
             weight = max(parameter.abs().max().item() for parameter in learner.critics.parameters())
             if not (np.isfinite(average) and np.isfinite(weight)):
                 write_file(run_folder / "diverged.pt", state())
-                fail(f"training diverged before step {step}: an evaluation's return is {average}, the critics' largest "
-                     f"weight {weight}; the state is in {run_folder / 'diverged.pt'}, and the last checkpoint stands")  # fmt: skip
+                fail(f"training diverged before step {step}: the evaluation's return is {average}, the critics' largest "
+                     f"weight {weight}; the state is in diverged.pt, and the last checkpoint stands")  # fmt: skip
             score = score_of(args.env_id, average)
             evaluations.append((step, average, score))
             say(f"step {step}: return {average:.1f}, score {score:.1f}")

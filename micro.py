@@ -22,9 +22,7 @@ Usage: python micro.py --env-id hopper-medium-v2 --beta 1.0
 
 import argparse
 import copy
-import dataclasses
 import hashlib
-import http.client
 import itertools
 import json
 import math
@@ -39,7 +37,7 @@ import warnings
 import zipfile
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple, get_args, get_origin
@@ -83,7 +81,7 @@ class Args:
     runs_root: str = "runs"
     """the folder in which the run's own folder is made"""
     resume: str | None = None
-    """a run folder to go on with from its last checkpoint; what may change is --total-updates, logging and the device"""
+    """a run folder to go on with from its last checkpoint; only total updates, logging and device may change"""
     eval_only: str | None = None
     """a run folder whose policy is evaluated again, and nothing else"""
 
@@ -135,7 +133,7 @@ class Args:
 
     # --- SAC ---
     total_updates: int = 3_000_000
-    """updates of the run; the actor's rate is annealed over them (over the new number from where a resumed run gets more)"""
+    """updates of the run; the actor's rate is annealed over them (from a --resume with more, over the new number)"""
     batch_size: int = 256
     """rows a batch, data and model together"""
     hidden_size: int = 256
@@ -165,11 +163,10 @@ class Args:
     eval_episodes: int = 10
     """episodes an evaluation, with the deterministic policy"""
     checkpoint_every: int = 20_000
-    """updates between checkpoints; the last two are kept (140 MB and 0.4 s each with five rollouts of 50 000 x 5 in hopper)"""
+    """updates between checkpoints; the last two are kept (hopper, full model buffer: 145 MB and 0.4 s each)"""
 
 
-# What a task changes of the defaults above. rollout_length, beta and model_ratio are the paper's Table 4; the rest only the
-# released code knows.
+# What differs from the defaults. rollout_length, beta and model_ratio are Table 4; the rest the released code knows.
 MICRO_PRESETS = {
     "halfcheetah-medium": dict(beta=0.5),
     "halfcheetah-medium-replay": dict(beta=0.5),
@@ -181,20 +178,14 @@ MICRO_PRESETS = {
     "walker2d-medium-replay": dict(beta=0.2, rollout_length=1, model_ratio=0.5),
     "walker2d-medium-expert": dict(beta=1.0, rollout_length=1),
 }
-MOBILE_PRESETS = {  # MOBILE's own; it leaves the entropy out of every target
-    "halfcheetah-random": dict(beta=0.5),
-    "halfcheetah-medium": dict(beta=0.5),
-    "halfcheetah-medium-replay": dict(beta=0.1),
-    "halfcheetah-medium-expert": dict(beta=1.0, model_ratio=0.5),
-    "hopper-random": dict(beta=5.0),
-    "hopper-medium": dict(beta=1.5, auto_alpha=False, alpha=0.2),
-    "hopper-medium-replay": dict(beta=0.1, auto_alpha=False, alpha=0.2),
-    "hopper-medium-expert": dict(beta=1.5),
-    "walker2d-random": dict(beta=2.0),
-    "walker2d-medium": dict(beta=0.5, dynamics_max_epochs=30),
-    "walker2d-medium-replay": dict(beta=0.5, rollout_length=1),
-    "walker2d-medium-expert": dict(beta=1.5, rollout_length=1),
-}
+MOBILE_PRESETS = {  # MOBILE's own
+    "halfcheetah-random": dict(beta=0.5), "halfcheetah-medium": dict(beta=0.5),
+    "halfcheetah-medium-replay": dict(beta=0.1), "halfcheetah-medium-expert": dict(beta=1.0, model_ratio=0.5),
+    "hopper-random": dict(beta=5.0), "hopper-medium": dict(beta=1.5, auto_alpha=False, alpha=0.2),
+    "hopper-medium-replay": dict(beta=0.1, auto_alpha=False, alpha=0.2), "hopper-medium-expert": dict(beta=1.5),
+    "walker2d-random": dict(beta=2.0), "walker2d-medium": dict(beta=0.5, dynamics_max_epochs=30),
+    "walker2d-medium-replay": dict(beta=0.5, rollout_length=1), "walker2d-medium-expert": dict(beta=1.5, rollout_length=1),
+}  # fmt: skip
 PENALTY_PRESETS = {  # naming the penalty here makes --help show it
     "mobile": dict(penalty="mobile", deterministic_backup=True),
     "eq8": dict(penalty="eq8", penalty_draws=1, common_noise=False),
@@ -215,6 +206,11 @@ def task_preset(env_id: str, given: dict) -> dict:
 
 
 # === shared: arguments ===
+SPLIT, EPOCH, TRAINING, EVALUATION, VALUE_GAP = range(5)  # purposes of random draws
+MAY_CHANGE = set("resume eval_only total_updates checkpoint_every eval_episodes runs_root track device torch_threads "
+                 "compile dataset_path dataset_base_url".split())  # fmt: skip
+
+
 def fail(message: str) -> None:
     """One line that says what is wrong, and exit status 1."""
     raise SystemExit(f"{Path(__file__).name}: {' '.join(message.split())[:1000]}")
@@ -243,14 +239,11 @@ def parse_args(argv: list[str]) -> Args:
     return args
 
 
-MAY_CHANGE = {"resume", "eval_only", "total_updates", "checkpoint_every", "eval_episodes", "runs_root", "track", "device",
-              "torch_threads", "compile", "dataset_path", "dataset_base_url"}  # fmt: skip
-
-
 def saved_args(run_dir: Path) -> Args:
     try:
-        args = Args(**json.loads((run_dir / "args.json").read_text())["args"])
-        for field in dataclasses.fields(args):
+        described = json.loads((run_dir / "args.json").read_text())
+        args, _ = Args(**described["args"]), described["dataset"]["sha256"]
+        for field in fields(args):
             value, kind = getattr(args, field.name), field.type
             if not (value in get_args(kind) if get_origin(kind) is Literal else isinstance(value, kind)):
                 raise TypeError(f"{field.name} is {value}")
@@ -275,16 +268,6 @@ def check_args(args: Args) -> None:
         most = 1 if name in ("model_ratio", "gamma", "tau") else math.inf
         if type(value) in (int, float) and not (least <= value <= most and math.isfinite(value)):
             fail(f"--{name.replace('_', '-')} {value} is not between {least} and {most}")
-
-
-def choose_device(name: str) -> torch.device:
-    there = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
-    if name not in ("auto", *there):
-        fail(f"--device {name} is not there; available: {', '.join(there)}")
-    return torch.device(there[0] if name == "auto" else name)
-
-
-SPLIT, EPOCH, TRAINING, EVALUATION, VALUE_GAP = range(5)  # purposes of random draws
 
 
 def generator(device: torch.device, *key: int) -> torch.Generator:
@@ -387,6 +370,7 @@ D4RL_SHA256 = {
     "walker2d-medium-expert-v2": "6b8d7f868c45bbaedf460be797fb7271b46dee6ebe45fe7a64319f2005b59a04",
     "walker2d-expert-v2": "2985dc3d436a8baa10e8f43f946fe1d7c6337a4e4fbc65def70618093b18c59a",
 }
+MAX_BYTES = 2 << 30  # six times the largest of D4RL: a file that is or declares more is refused before memory is taken
 SHIPPED = Path(__file__).resolve().parent / "data"  # datasets of this repository
 
 
@@ -417,9 +401,6 @@ def find_dataset(args: Args) -> Path:
     return path
 
 
-MAX_BYTES = 2 << 30  # six times the largest of D4RL: a file that is or declares more is refused before memory is taken
-
-
 def download(url: str, path: Path, expected: str) -> None:
     """Fetch beside the final place, check, then rename: the cache never holds a file that is not whole."""
     part, digest = path.with_name(f"{path.name}.{os.getpid()}-{time.time_ns()}.part"), hashlib.sha256()
@@ -437,7 +418,7 @@ def download(url: str, path: Path, expected: str) -> None:
         if digest.hexdigest() != expected:
             fail(f"{url} gave a truncated or altered file: SHA-256 {digest.hexdigest()}, expected {expected}; {advice}")
         os.replace(part, path)
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except Exception as error:  # of the network, the address, the disk
         fail(f"cannot download {url}: {error}; {advice}")
     finally:
         with suppress(OSError):
@@ -446,16 +427,16 @@ def download(url: str, path: Path, expected: str) -> None:
 
 def load_dataset(path: Path, env: gym.Env) -> np.ndarray:
     """The transitions of a D4RL-format file as packed float32 rows [s, a, r, s', terminal], actions in [-1, 1]."""
-    bounds = (env.env.action_space.low, env.env.action_space.high) if isinstance(env, gym.wrappers.RescaleAction) else None
+    box = env.env.action_space if isinstance(env, gym.wrappers.RescaleAction) else None
     with ProcessPoolExecutor(1) as reader:  # a process of its own, as libhdf5 crashes on some damaged files
         try:
             sizes = env.observation_space.shape[0], env.action_space.shape[0]
-            return reader.submit(read_dataset, path, *sizes, bounds, getattr(env.spec, "id", "")).result()
+            return reader.submit(read_dataset, path, *sizes, box, getattr(env.spec, "id", "")).result()
         except BrokenProcessPool:
             fail(f"{path} is damaged: libhdf5 crashed on it")
 
 
-def read_dataset(path: Path, obs_dim: int, act_dim: int, action_bounds: tuple | None, name: str) -> np.ndarray:
+def read_dataset(path: Path, obs_dim: int, act_dim: int, action_box: gym.spaces.Box | None, name: str) -> np.ndarray:
     widths = dict(observations=obs_dim, actions=act_dim, rewards=1, next_observations=obs_dim, terminals=1, timeouts=1)
     if not path.is_file():
         fail(f"there is no dataset {path}")
@@ -464,16 +445,14 @@ def read_dataset(path: Path, obs_dim: int, act_dim: int, action_bounds: tuple | 
             links = {key: file.get(key, getlink=True) for key in file if key in widths}
             if missing := widths.keys() - links.keys() - {"next_observations", "timeouts"}:
                 fail(f"{path} has no {', '.join(sorted(missing))}; it has {', '.join(file)}")
-            if elsewhere := [key for key, link in links.items() if not isinstance(link, h5py.HardLink)]:
-                fail(f"{path}: {', '.join(elsewhere)} is a link; only arrays of the file itself are read")
-            stored = {key: file[key] for key in links}
+            stored = {key: file[key] if isinstance(link, h5py.HardLink) else None for key, link in links.items()}
             for key, array in stored.items():
                 if not isinstance(array, h5py.Dataset) or array.dtype.kind not in "fiub":
                     fail(f"{path}: {key} is not an array of numbers")
+                if array.external or array.is_virtual:
+                    fail(f"{path}: {key} is not an array of the file itself")
                 if array.shape[1:] != (widths[key],) and (widths[key] > 1 or array.ndim != 1):
                     fail(f"{path}: {key} has the shape {array.shape}, but {name} has {widths[key]} of them")
-                if array.external or array.is_virtual:
-                    fail(f"{path}: {key} lies in other files; only arrays of the file itself are read")
                 chunk = math.prod(array.chunks or ()) * array.dtype.itemsize
                 if max(chunk, array.nbytes) > 2000 * (array.id.get_storage_size() + 1000):  # gzip makes 1/1000 of zeros
                     fail(f"{path}: {key} declares the shape {array.shape}, and there is no data for it")
@@ -498,9 +477,8 @@ def read_dataset(path: Path, obs_dim: int, act_dim: int, action_bounds: tuple | 
     if "next_observations" not in arrays:  # then it is the next row's observation, inside an episode only
         arrays["next_observations"] = np.roll(arrays["observations"], -1, axis=0)
         keep &= ~terminals.ravel() & (index < count - 1)
-    if action_bounds:
-        low, high = action_bounds
-        arrays["actions"] = 2 * (arrays["actions"] - low) / (high - low) - 1
+    if action_box is not None:
+        arrays["actions"] = 2 * (arrays["actions"] - action_box.low) / (action_box.high - action_box.low) - 1
     columns = [arrays[key] for key in ("observations", "actions", "rewards", "next_observations", "terminals")]
     rows = np.empty((keep.sum(), 2 * obs_dim + act_dim + 2), np.float32)
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused
@@ -732,7 +710,7 @@ class RingBuffer:
         self.next, self.size = (self.next + len(rows)) % capacity, min(self.size + len(rows), capacity)
 
     def state_dict(self) -> dict:
-        filled = self.rows if self.size == len(self.rows) else self.rows[: self.size].clone()  # a view would be saved whole
+        filled = self.rows if self.size == len(self.rows) else self.rows[: self.size].clone()  # views are saved whole
         return dict(rows=filled, size=self.size, next=self.next)
 
     def load_state_dict(self, state: dict) -> None:
@@ -925,6 +903,9 @@ def update(agent: Agent, ensemble: Ensemble, batch, noise: Noise, args: Args) ->
 
 
 # === shared: files ===
+received_signals = []
+
+
 def progress_bar(items, description: str, **options) -> tqdm:
     """A bar on a terminal, nothing where there is none."""
     amount = dict(total=items) if isinstance(items, int) else dict(iterable=items)
@@ -937,7 +918,7 @@ def say(message: str) -> None:
 
 
 def write_file(path: Path, content: bytes | dict, keep_previous: bool = False) -> None:
-    """Bytes, or tensors and plain values. Beside its place first, then renamed: under its final name a file is whole."""
+    """Bytes, or tensors and plain values. Beside its place first, then renamed: under its own name a file is whole."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.unlink(missing_ok=True)  # what a killed process left; "x" then follows no link out of the folder
@@ -994,9 +975,6 @@ def locked(run_dir: Path):
         yield
 
 
-received_signals = []
-
-
 @contextmanager
 def signals_noted():
     """SIGTERM and Ctrl-C ask for a checkpoint and an orderly end; a second one ends at once."""
@@ -1024,15 +1002,14 @@ def stop_if_asked(run_dir: Path) -> None:
 
 # === shared: run ===
 def make_run_dir(args: Args, algorithm: str) -> Path:
-    for stamp in itertools.count(int(time.time())):
+    for stamp in itertools.count(int(time.time())):  # another run may begin in the same second
         run_dir = Path(args.runs_root) / f"{args.env_id}__{algorithm}__{args.seed}__{stamp}"
         try:
             run_dir.mkdir(parents=True)
             return run_dir
-        except FileExistsError:  # another run began in the same second
-            continue
         except OSError as error:
-            fail(f"cannot make the run folder {run_dir}: {error}")
+            if not isinstance(error, FileExistsError):
+                fail(f"cannot make the run folder {run_dir}: {error}")
 
 
 def event_log(run_dir: Path, events: list):
@@ -1072,7 +1049,7 @@ def stop_if_diverged(metrics: dict, limits: dict, when: str, run_dir: Path, stat
         limit = limits.get(name, sys.float_info.max)
         if not abs(value) <= limit:  # so it is for NaN
             write_file(run_dir / "diverged.pt", state())
-            fail(f"training diverged before {when}: {name} is {value:.4g}, and the data can explain {limit:.4g} at most; "
+            fail(f"training diverged before {when}: {name} is {value:.4g}, and the data explain {limit:.4g} at most; "
                  f"the state is in {run_dir / 'diverged.pt'}, and the last checkpoint stands")  # fmt: skip
 
 
@@ -1102,7 +1079,8 @@ def evaluate_again(args: Args, envs: list[gym.Env], gym_id: str, device: torch.d
     actor = Actor(envs[0].observation_space.shape[0], envs[0].action_space.shape[0], args.hidden_size).to(device)
     try:
         actor.load_state_dict(policy["actor"])
-        returns = evaluate_actor(actor, policy["input_mean"], policy["input_std"], envs, args.total_updates, args, device)
+        units = policy["input_mean"], policy["input_std"]
+        returns = evaluate_actor(actor, *units, envs, args.total_updates, args, device)
     except (KeyError, TypeError, RuntimeError) as error:
         fail(f"the policy of {args.eval_only} does not fit its arguments: {error!r}")
     scores = normalised_score(returns, gym_id)
@@ -1130,19 +1108,23 @@ def write_result(run_dir: Path, described: dict, history: list[dict], seconds: d
 
 
 def machine(device: torch.device) -> dict:
-    versions = {module.__name__: str(module.__version__) for module in (torch, gym, mujoco, np)}
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = re.search(r"model name\s*: (.*)", cpuinfo)
-    name = cpu[1] if cpu else platform.processor() or platform.machine()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
-    return dict(versions, python=platform.python_version(), device=f"{device.type}: {name}", threads=torch.get_num_threads())
+    cpu = re.search(r"model name\s*: (.*)|$", cpuinfo)[1] or platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    versions = {module.__name__: str(module.__version__) for module in (torch, gym, mujoco, np)}
+    versions |= dict(python=platform.python_version())
+    return versions | dict(device=f"{device.type}: {name}", threads=torch.get_num_threads())
 
 
 def main(args: Args) -> dict:
     """Everything around the training: device, environments, data, and a run folder that no other process is using."""
     if args.torch_threads:
         torch.set_num_threads(args.torch_threads)
-    device, algorithm = choose_device(args.device), getattr(args, "penalty", "rambo")
+    devices = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
+    if args.device not in ("auto", *devices):
+        fail(f"--device {args.device} is not there; available: {', '.join(devices)}")
+    device = torch.device(devices[0] if args.device == "auto" else args.device)
+    algorithm = getattr(args, "penalty", "rambo")
     if args.track:
         try:
             import wandb
