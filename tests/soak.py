@@ -1,11 +1,12 @@
 """Faults by the hundred: `python -m tests.soak --kills 200 --cases 10000`, which writes results/soak.txt.
 
-tests/test_faults.py uses the same functions with small numbers. A kill is SIGKILL, either after a random time or at a random
-call of the system's file functions (before or after it), so that the moments between the files of one save come up too.
+tests/test_faults.py uses the same functions with small numbers. A kill is SIGKILL, either after a random time or at a
+random call of the system's file functions (before or after it), so that moments between the files of a save come up too.
 """
 
 import argparse
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -46,37 +47,80 @@ FLAGS = {
         "--learning-starts 200 --eval-every 400 --eval-episodes 1 --batch-size 8 --checkpoint-every 200 --min-steps 700"
     ).split(),
 }
-# Runs a script's main and kills its process at the n-th call of one of the functions through which files change.
-TRAP = """
-import importlib, os, signal, sys
-name, left, after, *argv = sys.argv[1:]
-left, after = int(left), after == "True"
-def lay(function):
-    real = getattr(os, function)
-    def call(*arguments, **options):
-        global left
-        left -= 1
-        if left == 0 and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = real(*arguments, **options)
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    setattr(os, function, call)
-script = importlib.import_module(name)
-for function in ("fsync", "replace", "unlink", "mkdir"):
-    lay(function)
-script.main(argv if name == "collect_dataset" else script.parse_args(argv))
-"""
+FORK = False  # the soak forks instead of importing torch anew; a process that has used autograd, as pytest's, cannot
 
 
-def start(name: str, argv: list, trap: tuple | None = None) -> subprocess.Popen:
+def lay_trap(calls: int, after: bool) -> None:
+    """Kill this process at the n-th call of one of the functions through which files change, before or after it."""
+    left = [calls]
+
+    def trapped(real):
+        def call(*arguments, **options):
+            left[0] -= 1
+            if left[0] == 0 and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = real(*arguments, **options)
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    for name in ("fsync", "replace", "unlink", "mkdir"):
+        setattr(os, name, trapped(getattr(os, name)))
+
+
+def call_main(name: str, argv: list[str], trap: tuple[int, bool] | None) -> None:
+    script = importlib.import_module(name)
     if trap:
-        command = [sys.executable, "-c", TRAP, name, *map(str, trap), *map(str, argv)]
-    else:
-        command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, argv)]
+        lay_trap(*trap)
+    script.main(argv if name == "collect_dataset" else script.parse_args(argv))
+
+
+def start(name: str, argv: list, trap: tuple[int, bool] | None = None) -> subprocess.Popen:
+    code = f"import soak; soak.call_main({name!r}, {[str(word) for word in argv]!r}, {trap})"
+    command = [sys.executable, "-c", code] if trap else [sys.executable, str(ROOT / f"{name}.py"), *map(str, argv)]
+    environment = os.environ | dict(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", PYTHONUNBUFFERED="1")
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | dict(PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="1"), **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+
+
+def play(name: str, argv: list, trap: tuple | None = None, kill_after: float | None = None) -> tuple[int, str, str]:
+    """The script in a process of its own, killed after so many seconds: exit status (or -signal), output and errors."""
+    if not FORK:
+        process = start(name, argv, trap)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(kill_after) if kill_after else None
+        if kill_after:
+            process.kill()
+        output, errors = process.communicate(timeout=900)
+        return process.returncode, output, errors
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.dup2(output.fileno(), 1)
+                os.dup2(errors.fileno(), 2)
+                call_main(name, [str(word) for word in argv], trap)
+                status = 0
+            except SystemExit as end:  # do with it what Python does
+                status = end.code if isinstance(end.code, int) else 1
+                os.write(2, b"" if isinstance(end.code, int) else f"{end.code}\n".encode())
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        end = time.monotonic() + (kill_after or 900)
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                ended = os.waitpid(child, 0)
+                break
+            time.sleep(0.005)
+        output.seek(0), errors.seek(0)
+        return os.waitstatus_to_exitcode(ended[1]), output.read(), errors.read()
 
 
 def first_flags(name: str, folder: Path, dataset: Path) -> list:
@@ -85,14 +129,13 @@ def first_flags(name: str, folder: Path, dataset: Path) -> list:
 
 
 def run_to_end(name: str, argv: list) -> str:
-    process = start(name, argv)
-    output, errors = process.communicate(timeout=600)
-    assert process.returncode == 0 and errors == "", (process.returncode, output, errors)
+    status, output, errors = play(name, argv)
+    assert status == 0 and errors == "", (status, output, errors)
     return output
 
 
 def run_folder(folder: Path) -> Path | None:
-    """The run folder from which --resume can go on, if a process came so far; folders without their flags are removed."""
+    """The run folder from which --resume can go on, if a process came so far; one without its flags is removed."""
     for path in (folder / "runs").glob("*"):
         if (path / "args.json").exists() or list(path.glob("checkpoint*.pt")):
             return path
@@ -107,16 +150,12 @@ def kill_and_resume(name: str, folder: Path, dataset: Path, kills: int, rng: np.
     while fell.total() < kills:
         known = run_folder(folder)
         argv = ["--resume", known] if known else first_flags(name, folder, dataset)
+        moment = dict(kill_after=rng.uniform(0.1, seconds))
         if rng.random() < 0.5:
-            process = start(name, argv, (int(rng.integers(1, 60)), rng.random() < 0.5))
-        else:
-            process = start(name, argv)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(rng.uniform(0.5, seconds))
-            process.kill()
-        output, errors = process.communicate(timeout=600)
-        assert process.returncode in (0, -signal.SIGKILL) and errors == "", (process.returncode, output, errors)
-        if process.returncode == 0:  # it was faster: begin another one
+            moment = dict(trap=(int(rng.integers(1, 120)), bool(rng.random() < 0.5)))
+        status, output, errors = play(name, argv, **moment)
+        assert status in (0, -signal.SIGKILL) and errors == "", (status, output, errors)
+        if status == 0:  # it was faster: begin another one
             return fell
         last = output.splitlines()[-1] if output else ""
         phases = {"epoch": "dynamics", "update": "updates", "step": "updates", "score": "end", "rows": "end", "files": "end"}
@@ -378,10 +417,9 @@ def fill_disk(folder: Path, dataset: Path, sizes: list[int], report) -> int:
             report("full disk: no tmpfs can be mounted here, skipped")
             return 0
         try:
-            process = start("micro", first_flags("micro", disk, dataset))
-            output, errors = process.communicate(timeout=600)
-            assert process.returncode in (0, 1) and len(errors.splitlines()) == process.returncode, (output, errors)
-            full += process.returncode
+            status, output, errors = play("micro", first_flags("micro", disk, dataset))
+            assert status in (0, 1) and len(errors.splitlines()) == status, (output, errors)
+            full += status
             known = run_folder(disk)
             for path in known.glob("checkpoint*.pt") if known else ():
                 micro.read_tensors(path, "cpu")
@@ -402,6 +440,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "soak.txt")
     options = parser.parse_args()
+    global FORK
+    FORK = True
+    torch.set_num_threads(1)
+    for script in FLAGS:
+        importlib.import_module(script)
     lines, began = [], time.time()
 
     def report(line: str) -> None:
