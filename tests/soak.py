@@ -473,7 +473,7 @@ def main() -> None:
             report(f"{script}: {runs} runs killed {fell.total()} times in all ({dict(fell)}) and resumed: every file the same "
                    "to the bit as of a run never stopped, no curve with a step twice")  # fmt: skip
         report(f"kill -9: {kills.total()} survived, 0 updates lost but those since the last checkpoint, which came again")
-        fill_disk(folder, dataset, [40 * n for n in range(1, 9)], report)
+        fill_disk(folder, dataset, [100 * n for n in range(1, 9)], report)
         checkpoint = run_folder(folder / "micro") / "checkpoint.pt"
         torn = fuzz_checkpoints(options.cases // 5, checkpoint, folder, options.seed)
         report(f"torn checkpoints: {torn.total()} ({dict(torn)}); none loaded with other content")
