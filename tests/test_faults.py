@@ -401,6 +401,8 @@ def test_the_limits_by_hand():
     args = micro.Args(gamma=0.9, auto_alpha=False, alpha=0.5)
     limits = micro.divergence_limits(rows, 1, 1, args)
     assert limits == pytest.approx(dict(q_min=1200, q_max=1200, rollout_max=7000, holdout_error=7000**2))
+    args.gamma = 1  # a sum without end explains any finite value
+    assert micro.divergence_limits(rows, 1, 1, args)["q_max"] == sys.float_info.max
 
 
 # --- hostile datasets -------------------------------------------------------------------------------------------------
