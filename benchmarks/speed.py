@@ -2,7 +2,8 @@
 
 Every time stands beside its bound: the floating-point operations of the networks' matrix products, counted from their
 shapes below, divided by the throughput of the best large matrix product that torch reaches in the same run with as many
-threads. Times are the fastest tenth of many repetitions, so that other processes on the machine matter little.
+threads. Times are the fastest tenth of many repetitions and, with one thread, CPU time: other processes on the machine
+matter little then. With more threads it is wall time, on a machine that should have nothing else to do.
 
     python benchmarks/speed.py --output results/speed/speed.json         every setting, some minutes
     python benchmarks/speed.py --quick --threads 1                       hopper, batches of 256
@@ -88,6 +89,10 @@ def adversarial_operations(cost: dict, args: rambo.Args) -> float:
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
+def clock() -> float:
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def fastest_tenth(samples) -> float:
     return float(np.quantile(samples, 0.1))
 
@@ -99,9 +104,9 @@ def throughput(repetitions: int) -> float:
         a, b, out = torch.randn(rows, inner), torch.randn(inner, columns), torch.empty(rows, columns)
         seconds = []
         for _ in range(repetitions):
-            start = time.perf_counter()
+            start = clock()
             torch.mm(a, b, out=out)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock() - start)
         best = max(best, 2 * rows * inner * columns / fastest_tenth(seconds))
     return best
 
@@ -113,7 +118,7 @@ def stamp_after(module, names: tuple[str, ...], stamps: list) -> dict:
     def stamping(function):
         def wrapped(*args, **kwargs):
             result = function(*args, **kwargs)
-            stamps.append(time.perf_counter())
+            stamps.append(clock())
             return result
 
         return wrapped
@@ -136,19 +141,19 @@ def measure_update(script, args, obs_dim: int, act_dim: int, repetitions: int) -
     originals = stamp_after(script, (target, "take_step"), stamps)
     for _ in range(repetitions):
         stamps.clear()
-        start = time.perf_counter()
+        start = clock()
         picks = torch.randint(len(data), (args.batch_size - model_rows,), generator=rng)
         rows = torch.cat([data[picks], buffer.sample(model_rows, rng)])
         batch = script.unpack(rows, obs_dim, act_dim)
         if script is micro:
             noise = script.draw_noise(args, model_rows, obs_dim, act_dim, rng)
-            sampled = time.perf_counter()
+            sampled = clock()
             script.update(agent, ensemble, batch, noise, args)
         else:
             noise = script.draw_noise(args, act_dim, rng)
-            sampled = time.perf_counter()
+            sampled = clock()
             script.update(agent, batch, noise, args)
-        phases.append(np.diff([start, sampled, *stamps[:3], time.perf_counter()]))  # target, critic, actor; then the rest
+        phases.append(np.diff([start, sampled, *stamps[:3], clock()]))  # target, critic, actor; then the rest
     for name, function in originals.items():
         setattr(script, name, function)
     phases = 1e3 * np.array(phases[len(phases) // 10 :])  # the first ones warm up
@@ -164,9 +169,9 @@ def measure_adversary(args: rambo.Args, obs_dim: int, act_dim: int, repetitions:
     data, never = torch.randn(100_000, 2 * obs_dim + act_dim + 2), rambo.termination_of("none")
     args.adversarial_updates, seconds = 5, []
     for _ in range(repetitions):
-        start = time.perf_counter()
+        start = clock()
         rambo.train_model_against(agent, ensemble, optimizer, never, data, obs_dim, act_dim, args, rng)
-        seconds.append((time.perf_counter() - start) / args.adversarial_updates)
+        seconds.append((clock() - start) / args.adversarial_updates)
     return 1e3 * fastest_tenth(seconds)
 
 
@@ -178,9 +183,9 @@ def measure_rollouts(obs_dim: int, act_dim: int, repetitions: int) -> float:
     buffer = micro.RingBuffer(5 * 5 * 50_000, 2 * obs_dim + act_dim + 2, CPU)
     seconds = []
     for _ in range(repetitions + 1):
-        obs, start = torch.randn(50_000, obs_dim), time.perf_counter()
+        obs, start = torch.randn(50_000, obs_dim), clock()
         micro.rollout(actor, ensemble, args.num_elites, micro.termination_of("none"), obs, 5, buffer, rng)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return fastest_tenth(seconds[1:])
 
 
@@ -188,7 +193,7 @@ def measure_dynamics(obs_dim: int, act_dim: int, rows: int) -> float:
     """Seconds of an epoch of dynamics training per 100 000 rows: the second and third epoch of a real training."""
     args, stamps = micro.Args(dynamics_max_epochs=3), []
     data = torch.randn(rows, 2 * obs_dim + act_dim + 2)
-    micro.train_dynamics(data, obs_dim, act_dim, args, CPU, None, lambda *_: stamps.append(time.perf_counter()))
+    micro.train_dynamics(data, obs_dim, act_dim, args, CPU, None, lambda *_: stamps.append(clock()))
     return min(np.diff(stamps)) * 100_000 / (rows - min(rows // 5, 1000))
 
 
