@@ -154,9 +154,10 @@ def test_a_second_process_on_a_run_folder_is_refused_but_not_after_a_kill(datase
     flags = soak.first_flags("micro", tmp_path, dataset)
     process = soak.start("micro", [*flags, "--total-updates", 10**7])
     try:
-        while not (folder := soak.run_folder(tmp_path)) or not (folder / "policy.pt").exists():
+        while not (policies := list(tmp_path.glob("runs/*/policy.pt"))):
             assert process.poll() is None
             time.sleep(0.05)
+        folder = policies[0].parent
         held = (folder / "args.json").read_bytes()
         second = soak.start("micro", ["--resume", folder])
         output, errors = second.communicate(timeout=300)
