@@ -17,6 +17,7 @@ own: so a resumed run repeats an uninterrupted one to the bit with no state of t
 """
 
 import copy
+import importlib.metadata
 import io
 import itertools
 import json
@@ -425,8 +426,8 @@ def write_dataset(path: Path, parts: list[dict[str, np.ndarray]], env_id: str, a
     mean, std = (returns.mean(), returns.std()) if returns.size else (np.nan, np.nan)
     attributes |= {"env_id": env_id, "episodes": returns.size, "behaviour_score": score_of(env_id, mean)}
     attributes |= {"behaviour_return_mean": mean, "behaviour_return_std": std}
-    for name in {"gymnasium", "mujoco", "numpy", "torch"} & sys.modules.keys():
-        attributes[f"{name}_version"] = str(sys.modules[name].__version__)
+    for name in ("gymnasium", "mujoco", "numpy", "torch"):  # as installed: not all of them are imported in every run
+        attributes[f"{name}_version"] = importlib.metadata.version(name)
     image = io.BytesIO()
     with h5py.File(image, "w") as file:
         for name, array in arrays.items():
