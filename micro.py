@@ -14,8 +14,8 @@ gap between the average and the worst next-state value over what the ensemble's 
     critic, actor and temperature steps                      Alg. 1     update
 
 What differs from the paper, each with a flag that gives the other: f is the mean minus the minimum over elites
-(`--penalty eq8` is Eq. 8 to the letter); the target is clamped at 0 (`--no-clamp-target`); the elites share their noise
-(`--penalty-draws 10 --no-common-noise` is the released code). The README has the whole list.
+(`--penalty eq8` is Eq. 8 to the letter), at their mean predictions (`--penalty-draws 10 --no-common-noise` is the
+released code); the target is clamped at 0 (`--no-clamp-target`). The README has the whole list.
 
 Usage: python micro.py --env-id hopper-medium-v2 --beta 1.0
 """
@@ -122,10 +122,10 @@ class Args:
     """weight of the penalty f(s, a) (MOBILE: its coefficient c)"""
     penalty: Literal["micro", "eq8", "mobile", "none"] = "micro"
     """mean minus minimum over elites, Eq. 8 to the letter, MOBILE's std over elites, or plain model-based SAC"""
-    penalty_draws: int = 2
+    penalty_draws: int = 0
     """next states drawn from each elite behind the penalty (0: each elite's mean, and the policy's mode)"""
     common_noise: bool = True
-    """the elites share their draws, in antithetic pairs: less noise in f for less work"""
+    """the elites share their draws, in antithetic pairs: less noise in f than with draws of their own"""
     model_ratio: float = 0.95
     """share of each batch that comes from the model; the rest is data (the paper's f)"""
     clamp_target: bool = True
@@ -184,7 +184,8 @@ MOBILE_PRESETS = {  # MOBILE's own
     "hopper-random": dict(beta=5.0), "hopper-medium": dict(beta=1.5, auto_alpha=False, alpha=0.2),
     "hopper-medium-replay": dict(beta=0.1, auto_alpha=False, alpha=0.2), "hopper-medium-expert": dict(beta=1.5),
     "walker2d-random": dict(beta=2.0), "walker2d-medium": dict(beta=0.5, dynamics_max_epochs=30),
-    "walker2d-medium-replay": dict(beta=0.5, rollout_length=1), "walker2d-medium-expert": dict(beta=1.5, rollout_length=1),
+    "walker2d-medium-replay": dict(beta=0.5, rollout_length=1),
+    "walker2d-medium-expert": dict(beta=1.5, rollout_length=1),
 }  # fmt: skip
 PENALTY_PRESETS = {  # naming the penalty here makes --help show it
     "mobile": dict(penalty="mobile", deterministic_backup=True),
@@ -197,7 +198,7 @@ LITE_PRESET = dict(total_updates=20_000, rollout_length=20, rollout_batch_size=1
 
 
 def task_preset(env_id: str, given: dict) -> dict:
-    """The preset of a task; where the papers have none, a `random` task takes `medium`'s, `expert` `medium-expert`'s."""
+    """The preset of a task; where the papers have none, `random` takes `medium`'s, `expert` `medium-expert`'s."""
     kind, task = given.get("penalty"), re.sub("-(v2|lite)$", "", env_id)
     presets = MOBILE_PRESETS if kind == "mobile" else MICRO_PRESETS
     stand_in = task.replace("random", "medium") if "random" in task else task.replace("-expert", "-medium-expert")
@@ -515,7 +516,7 @@ class Ensemble(nn.Module):
         self.register_buffer("input_std", torch.ones(obs_dim + act_dim))
 
     def forward(self, inputs: torch.Tensor, members: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(batch, s + a) for all models alike, or (models, batch, s + a) -> mean and log-variance (models, batch, s + 1)."""
+        """(batch, s + a), or (models, batch, s + a) -> mean and log-variance, both (models, batch, s + 1)."""
         x = (inputs - self.input_mean) / self.input_std
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases)):
             if members is not None:
@@ -740,8 +741,8 @@ def rollout(actor, ensemble, num_elites, terminated, obs, length: int, buffer: R
 def value_gap(actor, critics, ensemble, num_elites, terminated, obs, gamma: float, rng, steps: int = 500):
     """Q(s, pi(s)) at data states, and how much that exceeds the policy's discounted return from there in the model.
 
-    An honest critic's gap is near 0 (plus the entropy bonus, where the target has one). A large gap, with a model return
-    that the simulator confirms, says that the critic is wrong and not the model.
+    An honest critic's gap is near 0 (plus the entropy bonus, where the target has one). A large gap, with a model
+    return that the simulator confirms, says that the critic is wrong and not the model.
     """
     values = critics(obs, actor.sample(obs, normal(rng, len(obs), actor.mean.out_features))).amin(0).mean()
     starts, model_return = len(obs), 0.0
@@ -760,7 +761,7 @@ def value_gap(actor, critics, ensemble, num_elites, terminated, obs, gamma: floa
 # --- the paper's contribution -----------------------------------------------------------------------------------------
 @torch.no_grad()
 def uncertainty_set_values(ensemble, num_elites, actor, target_critics, obs, act, state_noise, action_noise):
-    """Values of the next states that the elites predict for (s, a), the uncertainty set X(s, a): (draws, elites, batch).
+    """Values of the next states that the elites predict for (s, a), the uncertainty set X: (draws, elites, batch).
 
     The noise is (draws, elites, batch, s or a), or (draws, 1, batch, ...) where the elites share it.
     """
@@ -773,7 +774,7 @@ def uncertainty_set_values(ensemble, num_elites, actor, target_critics, obs, act
 
 
 def penalty(kind: str, set_values: torch.Tensor, next_value: torch.Tensor) -> torch.Tensor:
-    """f(s, a), from the values in X(s, a) (draws, elites, batch) and, for Eq. 8, the value of the stored s' (batch,)."""
+    """f(s, a), from the values in X (draws, elites, batch) and, for Eq. 8, the value of the stored s' (batch,)."""
     elite_values = set_values.mean(0)  # (elites, batch)
     if kind == "micro":
         return elite_values.mean(0) - elite_values.amin(0)
@@ -898,8 +899,8 @@ def update(agent: Agent, ensemble: Ensemble, batch, noise: Noise, args: Args) ->
         take_step(agent.alpha_optimizer, -(agent.temperature.log_alpha * (log_prob - act.shape[-1])).mean())
     with torch.no_grad():
         torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
-    metrics = (critic_loss, actor_loss, q.mean(), q.min(), q.max(), y.mean(), f.mean(), f.max(), alpha, -log_prob.mean())
-    return torch.stack([metric.detach() for metric in metrics])
+    values = (q.mean(), q.min(), q.max(), y.mean(), f.mean(), f.max(), alpha, -log_prob.mean())
+    return torch.stack([metric.detach() for metric in (critic_loss, actor_loss, *values)])
 
 
 # === shared: files ===

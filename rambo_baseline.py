@@ -1,10 +1,11 @@
 """RAMBO: robust adversarial model-based offline RL, in one file. The rival of micro.py, in the same style.
 
-Paper: Rigter, Lacerda and Hawes, "RAMBO-RL: Robust Adversarial Model-Based Offline Reinforcement Learning", NeurIPS 2022.
+Paper: Rigter, Lacerda and Hawes, "RAMBO-RL: Robust Adversarial Model-Based Offline Reinforcement Learning",
+NeurIPS 2022.
 
 Idea: a two-player game. SAC learns on short rollouts of a dynamics ensemble, and between its updates the ensemble is
-trained against it: towards transitions of low value (a policy gradient on the model), while a supervised term holds it to
-the data. Pessimism comes from the model, where MICRO takes it from the Bellman target.
+trained against it: towards transitions of low value (a policy gradient on the model), while a supervised term holds it
+to the data. Pessimism comes from the model, where MICRO takes it from the Bellman target.
 
     what                                                     paper      here
     dynamics ensemble, elites, branched rollouts             Sec. 4     Ensemble, train_dynamics, rollout
@@ -502,7 +503,7 @@ class Ensemble(nn.Module):
         self.register_buffer("input_std", torch.ones(obs_dim + act_dim))
 
     def forward(self, inputs: torch.Tensor, members: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(batch, s + a) for all models alike, or (models, batch, s + a) -> mean and log-variance (models, batch, s + 1)."""
+        """(batch, s + a), or (models, batch, s + a) -> mean and log-variance, both (models, batch, s + 1)."""
         x = (inputs - self.input_mean) / self.input_std
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases)):
             if members is not None:
@@ -727,8 +728,8 @@ def rollout(actor, ensemble, num_elites, terminated, obs, length: int, buffer: R
 def value_gap(actor, critics, ensemble, num_elites, terminated, obs, gamma: float, rng, steps: int = 500):
     """Q(s, pi(s)) at data states, and how much that exceeds the policy's discounted return from there in the model.
 
-    An honest critic's gap is near 0 (plus the entropy bonus, where the target has one). A large gap, with a model return
-    that the simulator confirms, says that the critic is wrong and not the model.
+    An honest critic's gap is near 0 (plus the entropy bonus, where the target has one). A large gap, with a model
+    return that the simulator confirms, says that the critic is wrong and not the model.
     """
     values = critics(obs, actor.sample(obs, normal(rng, len(obs), actor.mean.out_features))).amin(0).mean()
     starts, model_return = len(obs), 0.0
@@ -779,7 +780,7 @@ MODEL_METRICS = ("model_loss", "log_prob", "log_prob_min", "log_prob_max", "adva
 
 
 def train_model_against(agent, ensemble, optimizer, terminated, data, obs_dim, act_dim, args, rng) -> dict:
-    """A bout of model updates: rollouts of the current model from data states, and one update at each of their steps."""
+    """A bout of model updates: rollouts of the current model from data states, with an update at each step."""
 
     def draw(count: int) -> torch.Tensor:
         return data[torch.randint(len(data), (count,), generator=rng, device=rng.device)]
@@ -896,8 +897,8 @@ def update(agent: Agent, batch, noise: Noise, args: Args) -> torch.Tensor:
         take_step(agent.alpha_optimizer, -(agent.temperature.log_alpha * (log_prob - act.shape[-1])).mean())
     with torch.no_grad():
         torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
-    metrics = (critic_loss, actor_loss, q.mean(), q.min(), q.max(), y.mean(), alpha, -log_prob.mean())
-    return torch.stack([metric.detach() for metric in metrics])
+    values = (q.mean(), q.min(), q.max(), y.mean(), alpha, -log_prob.mean())
+    return torch.stack([metric.detach() for metric in (critic_loss, actor_loss, *values)])
 
 
 # === shared: files ===

@@ -7,6 +7,7 @@ matter little then. With more threads it is wall time, on a machine that should 
 
     python benchmarks/speed.py --output results/speed/speed.json         every setting, some minutes
     python benchmarks/speed.py --quick --threads 1                       hopper, batches of 256
+    python benchmarks/speed.py --profile                                 where the time of one update goes; --compile
 """
 
 import json
@@ -20,7 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._inductor.config
 import tyro
+from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -39,6 +42,8 @@ class Args:
     """numbers of torch threads to measure with"""
     quick: bool = False
     """hopper's shapes and batches of 256 only, fewer repetitions"""
+    profile: bool = False
+    """instead, where the time of one update goes, and what --compile makes of it"""
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -161,6 +166,43 @@ def measure_update(script, args, obs_dim: int, act_dim: int, repetitions: int) -
     return split | dict(all=fastest_tenth(phases.sum(1)))
 
 
+def make_update(args: micro.Args, obs_dim: int, act_dim: int, compiled: bool):
+    """A function that takes one of MICRO's updates, always with the same batch and noise."""
+    agent, rng = micro.Agent(obs_dim, act_dim, args, CPU), micro.generator(CPU, 0)
+    model_rows = args.batch_size - int(args.batch_size * (1 - args.model_ratio))
+    batch = micro.unpack(torch.randn(args.batch_size, 2 * obs_dim + act_dim + 2), obs_dim, act_dim)
+    ensemble = micro.Ensemble(args.num_models, obs_dim, act_dim, args.dynamics_hidden_size).requires_grad_(False)
+    noise = micro.draw_noise(args, model_rows, obs_dim, act_dim, rng)
+    take_update = torch.compile(micro.update) if compiled else micro.update
+    return lambda: take_update(agent, ensemble, batch, noise, args)
+
+
+def profile_update(threads: int, repetitions: int = 100) -> dict[str, float]:
+    """Hopper, the means, batches of 256: milliseconds as it is, with --compile, and (by torch's profiler, which adds to
+    them) inside matrix products and outside; and the seconds that compiling took."""
+    torch.set_num_threads(threads)
+    torch._inductor.config.force_disable_caches = True  # or compiling would take as long as the last time allows
+    took, args = dict(threads=threads), micro.Args(penalty_draws=0, auto_alpha=False)
+    for name in ("eager", "compiled"):
+        take_update, seconds = make_update(args, *SHAPES["hopper"], compiled=name == "compiled"), []
+        begun = time.perf_counter()
+        take_update()
+        took["compiling_s"] = time.perf_counter() - begun
+        for _ in range(repetitions):
+            start = clock()
+            take_update()
+            seconds.append(clock() - start)
+        took[f"{name}_ms"] = 1e3 * fastest_tenth(seconds)
+    take_update = make_update(args, *SHAPES["hopper"], compiled=False)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(repetitions):
+            take_update()
+    spent = dict(products=0.0, rest=0.0)
+    for event in profiler.key_averages():
+        spent["products" if event.key.endswith("mm") else "rest"] += event.self_cpu_time_total / 1e3 / repetitions
+    return took | {f"{name}_ms": value for name, value in spent.items()}
+
+
 def measure_adversary(args: rambo.Args, obs_dim: int, act_dim: int, repetitions: int) -> float:
     """Milliseconds of one adversarial model update."""
     agent, rng = rambo.Agent(obs_dim, act_dim, args, CPU), rambo.generator(CPU, 0)
@@ -250,15 +292,18 @@ def measure(threads: int, quick: bool) -> list[dict]:
     return rows
 
 
-def markdown(rows: list[dict], about: dict) -> str:
-    lines = [f"{about['machine']['device']}, torch {about['machine']['torch']}, commit {about['commit']}.", ""]
-    lines += ["| threads | shapes | batch | what | ms | bound, ms | of the bound | sampling / target / critic / actor / rest |"]
+def title(about: dict) -> list[str]:
+    return [f"{about['machine']['device']}, torch {about['machine']['torch']}, commit {about['commit']}.", ""]
+
+
+def table(rows: list[dict]) -> list[str]:
+    lines = ["| threads | shapes | batch | what | ms | bound, ms | of the bound | sampling / target / critic / actor / rest |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for row in rows:
         phases = [f"{row[f'{phase}_ms']:.2f}" for phase in ("sampling", "target", "critic", "actor", "rest") if "rest_ms" in row]
         cells = [row["threads"], row["shape"], row["batch"] or "", row["what"], f"{row['ms']:.1f}", f"{row['bound_ms']:.1f}"]
         lines += ["| " + " | ".join(map(str, [*cells, f"{100 * row['of_bound']:.0f} %", " / ".join(phases)])) + " |"]
-    return "\n".join([*lines, "", *all_told(rows), "", *gains(rows)]) + "\n"
+    return lines
 
 
 def all_told(rows: list[dict]) -> list[str]:
@@ -286,17 +331,28 @@ def gains(rows: list[dict]) -> list[str]:
     return lines + [f"| {name} | {gain:.2f} |" for name, gain in sorted(both)]
 
 
+def profile_table(rows: list[dict]) -> list[str]:
+    names = ("threads", "eager_ms", "products_ms", "rest_ms", "compiled_ms", "compiling_s")
+    head = "| threads | hopper, the means, batch 256: ms | profiled: matrix products | the rest | with --compile | compiling, s |"
+    return [head, "|---" * len(names) + "|"] + ["| " + " | ".join(f"{row[n]:.3g}" for n in names) + " |" for row in rows]
+
+
 def main(args: Args) -> None:
     started = time.perf_counter()
-    rows = [row for threads in args.threads for row in measure(threads, args.quick)]
+    if args.profile:
+        rows = [profile_update(threads) for threads in args.threads]
+        tables = profile_table(rows)
+    else:
+        rows = [row for threads in args.threads for row in measure(threads, args.quick)]
+        tables = [*table(rows), "", *all_told(rows), "", *gains(rows)]
     git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     about = dict(machine=micro.machine(CPU), cores=os.cpu_count(), system=platform.platform(), commit=git.stdout.strip())
-    print(f"{time.perf_counter() - started:.0f} s")
+    markdown = "\n".join([*title(about), *tables]) + "\n"
+    print(f"{time.perf_counter() - started:.0f} s\n{markdown}")
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(about | dict(rows=rows), indent=1))
-        args.output.with_suffix(".md").write_text(markdown(rows, about))
-    print(markdown(rows, about))
+        args.output.with_suffix(".md").write_text(markdown)
 
 
 if __name__ == "__main__":
