@@ -602,8 +602,8 @@ def train_dynamics(rows, obs_dim, act_dim, args: Args, device, saved: dict | Non
     holdout_size = max(1, min(int(HOLDOUT_SHARE * len(rows)), 1000))
     shuffled = torch.randperm(len(rows), generator=rng, device=device)
     holdout, train = shuffled[:holdout_size], shuffled[holdout_size:]
-    picks = torch.randint(len(train), (args.num_models, len(train)), generator=rng, device=device)
-    bootstrap = train[picks]  # (models, rows): each network's own sample with replacement, as indices only
+    # each network's own sample with replacement, as indices only: (models, rows)
+    bootstrap = train[torch.randint(len(train), (args.num_models, len(train)), generator=rng, device=device)]
     torch.manual_seed(args.seed)
     ensemble = Ensemble(args.num_models, obs_dim, act_dim, args.dynamics_hidden_size).to(device)
     std, mean = torch.std_mean(rows[train, : obs_dim + act_dim], 0, correction=0)
