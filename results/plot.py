@@ -23,10 +23,10 @@ PANELS = {  # column of progress.csv -> title
 }
 
 
-def curves(folder: Path, behaviour: float | None) -> Path:
-    """One line for each progress.csv below the folder, named after the folder it stands in."""
+def curves(folder: Path, behaviour: float | None, runs: str) -> Path:
+    """One line for the progress.csv of each run in the folder, named after the run's."""
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
-    for path in sorted(folder.glob("*/progress.csv")):
+    for path in sorted(folder.glob(f"{runs}/progress.csv")):
         with open(path) as file:
             rows = list(csv.DictReader(file))
         columns = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
@@ -65,11 +65,12 @@ if __name__ == "__main__":
     command = commands.add_parser("curves")
     command.add_argument("folder", type=Path)
     command.add_argument("--behaviour", type=float, help="score of the policy that made the data")
+    command.add_argument("--runs", default="*", help="pattern of the runs' names")
     command = commands.add_parser("histogram")
     command.add_argument("dataset", type=Path)
     command.add_argument("output", type=Path)
     args = parser.parse_args()
     if args.command == "curves":
-        print(curves(args.folder, args.behaviour))
+        print(curves(args.folder, args.behaviour, args.runs))
     else:
         print(histogram(args.dataset, args.output))
