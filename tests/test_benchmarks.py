@@ -16,6 +16,7 @@ import micro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import growth  # noqa: E402
 import penalty_estimator  # noqa: E402
+import values  # noqa: E402
 
 ELITES, OBS_DIM, ACT_DIM, ROWS = 5, 2, 1, 400
 STATE_SLOPE, ACTION_SLOPE, POLICY_SLOPE, POLICY_STD = torch.tensor([1.0, -0.5]), 0.8, torch.tensor([0.3, 0.7]), 0.4
@@ -194,3 +195,58 @@ def test_growth_measures_a_whole_run_of_micro(tmp_path):
     described = json.loads((run_dir / "args.json").read_text())
     assert described["dataset"]["rows"] == 4995  # without the last step of each of 5 episodes
     assert [described["args"][name] for name in ("num_models", "num_elites", "rollout_length")] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("gym_id", ["Hopper-v4", "Walker2d-v4", "HalfCheetah-v4"])
+def test_a_simulator_is_put_into_an_observed_state(gym_id):
+    """From there the same action has the same reward and next observation as it had the first time."""
+    env = micro.make_env(gym_id)
+    env.action_space.seed(0)
+    obs, _ = env.reset(seed=0)
+    for _ in range(4):
+        obs = env.step(0.3 * env.action_space.sample())[0]
+    action = env.action_space.sample()
+    next_obs, reward, *_ = env.step(action)
+    values.put_into_state(env, obs)
+    again, same_reward, *_ = env.step(action)
+    np.testing.assert_allclose(again, next_obs, atol=1e-5)
+    assert same_reward == pytest.approx(reward, abs=1e-4)
+
+
+@pytest.mark.parametrize("script", ["micro", "rambo_baseline"])
+def test_values_of_a_run_against_a_plain_loop(script, tmp_path, monkeypatch):
+    """Q by hand and, from first states, episodes that the simulator begins; RAMBO has units of its own."""
+    module = __import__(script)
+    source = Path(micro.SHIPPED / "hopper-medium-replay-lite.hdf5")
+    with h5py.File(source) as shipped, h5py.File(tmp_path / "data.hdf5", "w") as file:
+        for name in ("observations", "actions", "rewards", "next_observations", "terminals", "timeouts"):
+            file[name] = shipped[name][:400]
+    flags = "--num-models 3 --num-elites 2 --hidden-size 8 --dynamics-hidden-size 8 --dynamics-max-epochs 1".split()
+    flags += "--total-updates 4 --batch-size 8 --rollout-batch-size 16 --eval-episodes 1".split()
+    flags += ["--env-id", "hopper-medium-v2", "--dataset-path", str(tmp_path / "data.hdf5"), "--runs-root", str(tmp_path)]
+    module.main(module.parse_args(flags))
+    (run_dir,) = tmp_path.glob("hopper*")
+    monkeypatch.setattr(values, "STEPS", 30)
+    found = values.values(run_dir, 5)
+    assert len(found) == 6 and all(map(math.isfinite, found))
+
+    policy, env = torch.load(run_dir / "policy.pt", weights_only=True), micro.make_env("Hopper-v4")
+    actor, critics = micro.Actor(11, 3, 8), micro.Critics(2, 11, 3, 8)
+    actor.load_state_dict(policy["actor"])
+    critics.load_state_dict(policy["critics"])
+    q, returns = [], []
+    for seed in range(5):
+        obs, total = env.reset(seed=seed)[0], 0.0
+        for step in range(30):
+            inputs = (torch.as_tensor(obs, dtype=torch.float32) - policy["input_mean"]) / policy["input_std"]
+            with torch.no_grad():
+                action = actor.mode(inputs[None])
+                if step == 0:
+                    q.append(float(critics(inputs[None], action).min()))
+            obs, reward, terminated, _, _ = env.step(action[0].numpy())
+            total += 0.99**step * reward
+            if terminated:
+                break
+        returns.append(total)
+    assert found[3] == pytest.approx(np.mean(q), rel=1e-4)
+    assert found[5] == pytest.approx(np.mean(returns), rel=1e-3)

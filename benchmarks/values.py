@@ -1,0 +1,84 @@
+"""Where does a policy fail? Its discounted return as Q says, in the model and in the simulator, from states of the data
+and from states in which episodes begin.
+
+python benchmarks/values.py runs/stand-ins --output results/stand-ins/values.md
+
+The simulator is put into a state by its observation, which MuJoCo's Hopper, Walker2d and HalfCheetah allow (but for
+velocities beyond ±10, which the first two clip). The policy is deterministic, as in evaluations; the model is the
+ensemble as it was trained on the data, for RAMBO too, whose own model has since been changed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import micro  # noqa: E402
+
+STEPS, GAMMA = 500, 0.99  # 0.99^500 is below 1 %
+COLUMNS = ("run", "Q, data", "model, data", "simulator, data", "Q, start", "model, start", "simulator, start")
+
+
+def put_into_state(env: gym.Env, obs: np.ndarray) -> None:
+    """The observation is the positions without the first, which is where the body is along the way, and velocities."""
+    env.reset(seed=0)
+    mujoco_env = env.unwrapped
+    qpos, qvel = np.split(obs.astype(float), [mujoco_env.model.nq - 1])
+    mujoco_env.set_state(np.concatenate([[0.0], qpos]), qvel)
+
+
+def simulator_return(policy, env: gym.Env, obs: np.ndarray) -> float:
+    put_into_state(env, obs)
+    total = 0.0
+    for step in range(STEPS):
+        obs, reward, terminated, _, _ = env.step(policy(torch.as_tensor(obs[None], dtype=torch.float32))[0].numpy())
+        total += GAMMA**step * reward
+        if terminated:
+            break
+    return total
+
+
+def values(run_dir: Path, count: int) -> list[float]:
+    """Q, model and simulator from data states, then from the environment's own first states: means over `count`."""
+    saved = micro.read_tensors(run_dir / "policy.pt", "cpu")
+    args, mean, std = saved["args"], saved["input_mean"], saved["input_std"]
+    env = micro.make_env(saved["gym_id"])
+    obs_dim, act_dim = env.observation_space.shape[0], env.action_space.shape[0]
+    actor = micro.Actor(obs_dim, act_dim, args["hidden_size"])
+    critics = micro.Critics(args["num_critics"], obs_dim, act_dim, args["hidden_size"])
+    actor.load_state_dict(saved["actor"])
+    critics.load_state_dict(saved["critics"])
+    dynamics, num_elites = micro.read_tensors(run_dir / "dynamics.pt", "cpu"), args["num_elites"]
+    ensemble = micro.load_dynamics(dynamics, obs_dim, act_dim, micro.Args(num_elites=num_elites), "cpu")
+    actor.sample = lambda obs, noise: actor.mode(obs)
+    ends = micro.termination_of(saved["gym_id"])
+    terminated, rng = (lambda s: ends(s * std + mean)), micro.generator(torch.device("cpu"), 0)
+    rows = micro.load_dataset(Path(args["dataset_path"] or micro.SHIPPED / f"{args['env_id']}.hdf5"), env)
+    data_states = rows[torch.randint(len(rows), (count,), generator=rng), :obs_dim]
+    first_states = np.stack([env.reset(seed=seed)[0] for seed in range(count)])
+    found = []
+    for states in (data_states, first_states):
+        inputs = (torch.as_tensor(states, dtype=torch.float32) - mean) / std
+        q, gap = micro.value_gap(actor, critics, ensemble, num_elites, terminated, inputs, GAMMA, rng, STEPS)
+        with torch.no_grad():
+            real = np.mean([simulator_return(lambda obs: actor.mode((obs - mean) / std), env, s) for s in states])
+        found += [q, q - gap, float(real)]
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs_root", type=Path, help="the folder of a sweep")
+    parser.add_argument("--output", type=Path, required=True, help="the Markdown file to write")
+    parser.add_argument("--states", type=int, default=64, help="states of each kind")
+    options = parser.parse_args()
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
+    for path in sorted(options.runs_root.glob("*/*/result.json")):
+        numbers = values(path.parent, options.states)
+        lines.append(f"| {path.parent.parent.name} | " + " | ".join(f"{number:.0f}" for number in numbers) + " |")
+        print(lines[-1], flush=True)
+    micro.write_file(options.output, ("\n".join(lines) + "\n").encode())
