@@ -4,8 +4,9 @@ python benchmarks/penalty_estimator.py train -- --env-id hopper-medium-v2 --tota
 python benchmarks/penalty_estimator.py measure --run-dirs runs/<folder> --output results/penalty_estimator/hopper.json
 python benchmarks/penalty_estimator.py plot results/penalty_estimator/*.json --output docs/penalty_estimator.png
 
-`train` is micro.py with any of its flags, keeping actor and target critics of every checkpoint. `measure` compares
-estimators on rows of the model's own rollouts, with the functions of micro.py: what is measured is what trains.
+`train` is micro.py with any of its flags, keeping actor and target critics of every checkpoint; any other run can be
+measured at its last two. `measure` compares estimators on rows of the model's own rollouts, with the functions of
+micro.py: what is measured is what trains.
 """
 
 import argparse
@@ -109,7 +110,7 @@ def measure_networks(args: micro.Args, networks, obs, act, reference_draws: int,
 
 
 def measure_run(run_dir: Path, rows: int, reference_draws: int, repeats: int) -> list[dict]:
-    """The records of every checkpoint that `train` kept in a run folder."""
+    """The records of every checkpoint that `train` kept in a run folder, or of the two that micro.py itself keeps."""
     args, device = micro.saved_args(run_dir), torch.device("cpu")
     gym_id = json.loads((run_dir / "args.json").read_text())["gym_id"]
     env = micro.make_env(gym_id)
@@ -118,14 +119,15 @@ def measure_run(run_dir: Path, rows: int, reference_draws: int, repeats: int) ->
     ensemble = micro.load_dynamics(micro.read_tensors(run_dir / "dynamics.pt", device), obs_dim, act_dim, args, device)
     actor = micro.Actor(obs_dim, act_dim, args.hidden_size).requires_grad_(False)
     critics = micro.Critics(args.num_critics, obs_dim, act_dim, args.hidden_size).requires_grad_(False)
-    kept = sorted(run_dir.glob("estimator-*.pt"), key=lambda path: int(path.stem.split("-")[1]))
-    if not kept:
-        micro.fail(f"{run_dir} has no estimator-<update>.pt: make the run with the command `train`")
+    kept = [*run_dir.glob("estimator-*.pt")] or [*run_dir.glob("checkpoint*.pt")]
+    checkpoints = [micro.read_tensors(path, device) for path in kept]
+    if not checkpoints or checkpoints[0]["update"] == 0:
+        micro.fail(f"{run_dir} has no checkpoint of a trained policy")
     records = []
-    for path in kept:
-        saved = micro.read_tensors(path, device)
-        actor.load_state_dict(saved["actor"])
-        critics.load_state_dict(saved["target_critics"])
+    for saved in sorted(checkpoints, key=lambda checkpoint: checkpoint["update"]):
+        networks = saved.get("agent", saved)
+        actor.load_state_dict(networks["actor"])
+        critics.load_state_dict(networks["target_critics"])
         rng = micro.generator(device, args.seed, saved["update"])
         buffer = micro.RingBuffer(rows * args.rollout_length, data.shape[1], device)
         starts = data[torch.randint(len(data), (rows,), generator=rng), :obs_dim]
@@ -213,7 +215,7 @@ if __name__ == "__main__":
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("train", help="micro.py with the flags that follow, keeping what `measure` needs")
     command = commands.add_parser("measure")
-    command.add_argument("--run-dirs", type=Path, nargs="+", required=True, help="run folders of `train`")
+    command.add_argument("--run-dirs", type=Path, nargs="+", required=True, help="run folders of `train` or micro.py")
     command.add_argument("--output", type=Path, required=True, help="the JSON file to write")
     command.add_argument("--rows", type=int, default=2000, help="model rows per checkpoint")
     command.add_argument("--reference-draws", type=int, default=1000, help="draws per elite behind the reference")

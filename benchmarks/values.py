@@ -1,7 +1,11 @@
 """Where does a policy fail? Its discounted return as Q says, in the model and in the simulator, from states of the data
-and from states in which episodes begin.
+and from states in which episodes begin; and on the way, how optimistic a step of the model is beside the penalty f.
 
 python benchmarks/values.py runs/stand-ins --output results/stand-ins/values.md
+
+*Optimism* of a step is mean_e (r_e + gamma V(s_e)) - (r + gamma V(s')), with r_e and s_e the mean predictions of elite e,
+r and s' what the simulator answers, and V(s) = min_k Q_k(s, mode of pi). MICRO takes gamma beta f off the target, so beta
+would have to be *optimism / (gamma f)* to make up for it on average.
 
 The simulator is put into a state by its observation, which MuJoCo's Hopper, Walker2d and HalfCheetah allow (but for
 velocities beyond ±10, which the first two clip). The policy is deterministic, as in evaluations; the model is the
@@ -9,6 +13,7 @@ ensemble as it was trained on the data, for RAMBO too, whose own model has since
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -20,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import micro  # noqa: E402
 
 STEPS, GAMMA = 500, 0.99  # 0.99^500 is below 1 %
-COLUMNS = ("run", "Q, data", "model, data", "simulator, data", "Q, start", "model, start", "simulator, start")
+COLUMNS = ("Q", "model", "simulator", "optimism", "gamma f")
 
 
 def put_into_state(env: gym.Env, obs: np.ndarray) -> None:
@@ -31,19 +36,34 @@ def put_into_state(env: gym.Env, obs: np.ndarray) -> None:
     mujoco_env.set_state(np.concatenate([[0.0], qpos]), qvel)
 
 
-def simulator_return(policy, env: gym.Env, obs: np.ndarray) -> float:
+def simulate(policy, env: gym.Env, obs: np.ndarray) -> tuple[float, list]:
+    """The discounted return from there, and the transitions (s, a, r, s') in which nothing ends."""
     put_into_state(env, obs)
-    total = 0.0
+    total, transitions = 0.0, []
     for step in range(STEPS):
-        obs, reward, terminated, _, _ = env.step(policy(torch.as_tensor(obs[None], dtype=torch.float32))[0].numpy())
+        action = policy(torch.as_tensor(obs[None], dtype=torch.float32))[0].numpy()
+        next_obs, reward, terminated, _, _ = env.step(action)
         total += GAMMA**step * reward
         if terminated:
             break
-    return total
+        transitions.append((obs, action, reward, next_obs))
+        obs = next_obs
+    return total, transitions
 
 
+def optimism_and_penalty(actor, critics, ensemble, num_elites: int, obs, act, reward, next_obs) -> tuple[float, float]:
+    """Means over the rows of the model's optimism and of gamma f, at the elites' means and the policy's mode."""
+    no_noise = (torch.zeros(1, 1, *rows.shape) for rows in (obs, act))
+    set_values = micro.uncertainty_set_values(ensemble, num_elites, actor, critics, obs, act, *no_noise)
+    predicted_reward = ensemble(torch.cat([obs, act], -1), slice(num_elites))[0][..., -1]  # (elites, rows)
+    value = critics(next_obs, actor.mode(next_obs)).amin(0)
+    optimism = (predicted_reward + GAMMA * set_values[0]).mean(0) - (reward + GAMMA * value)
+    return float(optimism.mean()), GAMMA * float(micro.penalty("micro", set_values, value).mean())
+
+
+@torch.no_grad()
 def values(run_dir: Path, count: int) -> list[float]:
-    """Q, model and simulator from data states, then from the environment's own first states: means over `count`."""
+    """COLUMNS from data states, then from the environment's own first states: means over `count` of them."""
     saved = micro.read_tensors(run_dir / "policy.pt", "cpu")
     args, mean, std = saved["args"], saved["input_mean"], saved["input_std"]
     env = micro.make_env(saved["gym_id"])
@@ -64,9 +84,11 @@ def values(run_dir: Path, count: int) -> list[float]:
     for states in (data_states, first_states):
         inputs = (torch.as_tensor(states, dtype=torch.float32) - mean) / std
         q, gap = micro.value_gap(actor, critics, ensemble, num_elites, terminated, inputs, GAMMA, rng, STEPS)
-        with torch.no_grad():
-            real = np.mean([simulator_return(lambda obs: actor.mode((obs - mean) / std), env, s) for s in states])
-        found += [q, q - gap, float(real)]
+        returns, paths = zip(*(simulate(lambda obs: actor.mode((obs - mean) / std), env, s) for s in states))
+        steps = [torch.as_tensor(np.array(part), dtype=torch.float32) for part in zip(*itertools.chain(*paths))]
+        steps[0], steps[3] = (steps[0] - mean) / std, (steps[3] - mean) / std
+        found += [q, q - gap, float(np.mean(returns))]
+        found += optimism_and_penalty(actor, critics, ensemble, num_elites, *steps)
     return found
 
 
@@ -76,9 +98,10 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, required=True, help="the Markdown file to write")
     parser.add_argument("--states", type=int, default=64, help="states of each kind")
     options = parser.parse_args()
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
+    names = ["run", *(f"{name}, {where}" for where in ("data", "start") for name in COLUMNS)]
+    lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     for path in sorted(options.runs_root.glob("*/*/result.json")):
         numbers = values(path.parent, options.states)
-        lines.append(f"| {path.parent.parent.name} | " + " | ".join(f"{number:.0f}" for number in numbers) + " |")
+        lines.append(f"| {path.parent.parent.name} | " + " | ".join(f"{number:.3g}" for number in numbers) + " |")
         print(lines[-1], flush=True)
     micro.write_file(options.output, ("\n".join(lines) + "\n").encode())

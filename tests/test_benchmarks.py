@@ -166,6 +166,9 @@ def test_a_run_is_kept_measured_and_drawn(tmp_path, monkeypatch):
     assert {record["update"] for record in records} == {2, 4}
     assert all(math.isfinite(value) for record in records for value in record.values() if isinstance(value, float))
     assert len(json.loads(json.dumps(records))) == 2 * 2 * (1 + len(penalty_estimator.ESTIMATORS))
+    for path in kept:  # a run of micro.py itself: its last two checkpoints hold the same networks
+        path.unlink()
+    assert penalty_estimator.measure_run(run_dir, rows=20, reference_draws=4, repeats=2) == records
     penalty_estimator.plot(records, "micro", tmp_path / "figures" / "figure.png")
     assert (tmp_path / "figures" / "figure.png").stat().st_size > 10_000
     assert penalty_estimator.at_least_as_accurate(records, penalty_estimator.RELEASED)
@@ -228,13 +231,20 @@ def test_values_of_a_run_against_a_plain_loop(script, tmp_path, monkeypatch):
     (run_dir,) = tmp_path.glob("hopper*")
     monkeypatch.setattr(values, "STEPS", 30)
     found = values.values(run_dir, 5)
-    assert len(found) == 6 and all(map(math.isfinite, found))
+    assert len(found) == 10 and all(map(math.isfinite, found))
 
     policy, env = torch.load(run_dir / "policy.pt", weights_only=True), micro.make_env("Hopper-v4")
     actor, critics = micro.Actor(11, 3, 8), micro.Critics(2, 11, 3, 8)
     actor.load_state_dict(policy["actor"])
     critics.load_state_dict(policy["critics"])
-    q, returns = [], []
+    described = json.loads((run_dir / "args.json").read_text())["args"]
+    dynamics = torch.load(run_dir / "dynamics.pt", weights_only=True)
+    ensemble = micro.load_dynamics(dynamics, 11, 3, micro.Args(num_elites=described["num_elites"]), "cpu")
+    q, returns, optimism, gamma_f = [], [], [], []
+
+    def value(inputs) -> float:
+        return float(critics(inputs[None], actor.mode(inputs[None])).min())
+
     for seed in range(5):
         obs, total = env.reset(seed=seed)[0], 0.0
         for step in range(30):
@@ -247,6 +257,15 @@ def test_values_of_a_run_against_a_plain_loop(script, tmp_path, monkeypatch):
             total += 0.99**step * reward
             if terminated:
                 break
+            with torch.no_grad():
+                next_inputs = (torch.as_tensor(obs, dtype=torch.float32) - policy["input_mean"]) / policy["input_std"]
+                means = ensemble(torch.cat([inputs, action[0]])[None])[0][:2, 0]  # the two elites'
+                set_values = [value(inputs + mean[:-1]) for mean in means]
+                promised = np.mean([mean[-1].item() + 0.99 * v for mean, v in zip(means, set_values)])
+                optimism.append(promised - reward - 0.99 * value(next_inputs))
+                gamma_f.append(0.99 * (np.mean(set_values) - min(set_values)))
         returns.append(total)
-    assert found[3] == pytest.approx(np.mean(q), rel=1e-4)
-    assert found[5] == pytest.approx(np.mean(returns), rel=1e-3)
+    assert found[5] == pytest.approx(np.mean(q), rel=1e-4)
+    assert found[7] == pytest.approx(np.mean(returns), rel=1e-3)
+    assert found[8] == pytest.approx(np.mean(optimism), rel=1e-3)
+    assert found[9] == pytest.approx(np.mean(gamma_f), rel=1e-3)
