@@ -75,7 +75,7 @@ class Args:
     torch_threads: int | None = None
     """CPU threads of torch (None: torch decides)"""
     compile: bool = False
-    """pass the losses through torch.compile"""
+    """pass the update through torch.compile"""
     track: bool = False
     """also log to Weights & Biases"""
     runs_root: str = "runs"

@@ -115,13 +115,14 @@ def measure_run(run_dir: Path, rows: int, reference_draws: int, repeats: int) ->
     gym_id = json.loads((run_dir / "args.json").read_text())["gym_id"]
     env = micro.make_env(gym_id)
     obs_dim, act_dim = env.observation_space.shape[0], env.action_space.shape[0]
-    data = torch.as_tensor(micro.load_dataset(micro.find_dataset(args), env))
+    path = micro.find_dataset(args)
+    data = torch.as_tensor(micro.load_dataset(path, env))
     ensemble = micro.load_dynamics(micro.read_tensors(run_dir / "dynamics.pt", device), obs_dim, act_dim, args, device)
     actor = micro.Actor(obs_dim, act_dim, args.hidden_size).requires_grad_(False)
     critics = micro.Critics(args.num_critics, obs_dim, act_dim, args.hidden_size).requires_grad_(False)
     kept = [*run_dir.glob("estimator-*.pt")] or [*run_dir.glob("checkpoint*.pt")]
-    checkpoints = [micro.read_tensors(path, device) for path in kept]
-    if not checkpoints or checkpoints[0]["update"] == 0:
+    checkpoints = [saved for file in kept if (saved := micro.read_tensors(file, device)).get("update")]
+    if not checkpoints:
         micro.fail(f"{run_dir} has no checkpoint of a trained policy")
     records = []
     for saved in sorted(checkpoints, key=lambda checkpoint: checkpoint["update"]):
@@ -137,7 +138,7 @@ def measure_run(run_dir: Path, rows: int, reference_draws: int, repeats: int) ->
         picks = torch.randperm(buffer.size, generator=rng)[:rows]
         obs, act = micro.unpack(buffer.rows[picks], obs_dim, act_dim)[:2]
         found = measure_networks(args, (ensemble, actor, critics), obs, act, reference_draws, repeats, rng)
-        records += [dict(task=args.env_id, update=saved["update"]) | record for record in found]
+        records += [dict(task=args.env_id, data=path.name, update=saved["update"]) | record for record in found]
         micro.say(f"{run_dir.name}, update {saved['update']}: f is {found[0]['reference_mean']:.4g}")
     return records
 
@@ -201,7 +202,7 @@ def plot(records: list[dict], kind: str, output: Path) -> None:
             axis.set_xticks(ticks, ticks, minor=False)
             axis.set_xticks([], minor=True)
             axis.grid(alpha=0.3)
-        row[0].set_ylabel(task)
+        row[0].set_ylabel(next(record["data"] for record in records if record["task"] == task))
     axes[0, 2].legend(fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch._inductor.config
 import tyro
 from torch.profiler import ProfilerActivity, profile
 
@@ -167,10 +166,10 @@ def measure_update(script, args, obs_dim: int, act_dim: int, repetitions: int) -
 
 
 def make_update(args: micro.Args, obs_dim: int, act_dim: int, compiled: bool):
-    """A function that takes one of MICRO's updates, always with the same batch and noise."""
+    """A function that takes one of MICRO's updates, always with the same networks, batch and noise."""
     agent, rng = micro.Agent(obs_dim, act_dim, args, CPU), micro.generator(CPU, 0)
     model_rows = args.batch_size - int(args.batch_size * (1 - args.model_ratio))
-    batch = micro.unpack(torch.randn(args.batch_size, 2 * obs_dim + act_dim + 2), obs_dim, act_dim)
+    batch = micro.unpack(micro.normal(rng, args.batch_size, 2 * obs_dim + act_dim + 2), obs_dim, act_dim)
     ensemble = micro.Ensemble(args.num_models, obs_dim, act_dim, args.dynamics_hidden_size).requires_grad_(False)
     noise = micro.draw_noise(args, model_rows, obs_dim, act_dim, rng)
     take_update = torch.compile(micro.update) if compiled else micro.update
@@ -179,20 +178,24 @@ def make_update(args: micro.Args, obs_dim: int, act_dim: int, compiled: bool):
 
 def profile_update(threads: int, repetitions: int = 100) -> dict[str, float]:
     """Hopper, the means, batches of 256: milliseconds as it is, with --compile, and (by torch's profiler, which adds to
-    them) inside matrix products and outside; and the seconds that compiling took."""
+    them) inside matrix products and outside; the seconds that compiling took, and how far its results are off."""
+    import torch._inductor.config
+
     torch.set_num_threads(threads)
     torch._inductor.config.force_disable_caches = True  # or compiling would take as long as the last time allows
-    took, args = dict(threads=threads), micro.Args(penalty_draws=0, auto_alpha=False)
+    took, metrics, args = dict(threads=threads), {}, micro.Args(penalty_draws=0, auto_alpha=False)
     for name in ("eager", "compiled"):
         take_update, seconds = make_update(args, *SHAPES["hopper"], compiled=name == "compiled"), []
         begun = time.perf_counter()
-        take_update()
-        took["compiling_s"] = time.perf_counter() - begun
+        metrics[name] = [take_update()]
+        took["compiling_s"] = time.perf_counter() - begun  # of the last one, which is compiled
         for _ in range(repetitions):
             start = clock()
-            take_update()
+            metrics[name].append(take_update())
             seconds.append(clock() - start)
         took[f"{name}_ms"] = 1e3 * fastest_tenth(seconds)
+    eager, compiled = (torch.stack(metrics[name][:10]) for name in ("eager", "compiled"))
+    took["largest_difference"] = float(((compiled - eager).abs() / eager.abs().clamp(min=1e-3)).max())
     take_update = make_update(args, *SHAPES["hopper"], compiled=False)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(repetitions):
@@ -252,7 +255,9 @@ def settings(batch: int) -> dict[str, tuple]:
         "micro, 2 draws": of(penalty_draws=2),
         "micro, 10 own draws": of(penalty_draws=10, common_noise=False),
         "eq8": of(penalty="eq8", penalty_draws=1, common_noise=False),
+        "mobile, the means": of(penalty="mobile", penalty_draws=0),
         "mobile, 2 draws": of(penalty="mobile", penalty_draws=2),
+        "mobile, 10 own draws": of(penalty="mobile", penalty_draws=10, common_noise=False),
         "none": of(penalty="none"),
         "rambo": (rambo, rambo.Args(batch_size=batch)),
     }
@@ -293,16 +298,29 @@ def measure(threads: int, quick: bool) -> list[dict]:
 
 
 def title(about: dict) -> list[str]:
-    return [f"{about['machine']['device']}, torch {about['machine']['torch']}, commit {about['commit']}.", ""]
+    preload = f", LD_PRELOAD={Path(about['preload']).name}" if about["preload"] else ""
+    made = f"commit {about['commit']}, {about['seconds']:.0f} s"
+    return [f"{about['machine']['device']}, torch {about['machine']['torch']}{preload}, {made}.", ""]
+
+
+def best_products(rows: list[dict]) -> list[str]:
+    best = {row["threads"]: row["gflops_per_s"] for row in rows}
+    return ["Large matrix products: " + ", ".join(f"{g:.0f} GFLOP/s on {n} threads" for n, g in best.items()) + ".", ""]
 
 
 def table(rows: list[dict]) -> list[str]:
-    lines = ["| threads | shapes | batch | what | ms | bound, ms | of the bound | sampling / target / critic / actor / rest |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    heads = ["threads", "shapes", "batch", "what", "ms", "bound, ms", "of the bound", "sampling", "target", "critic"]
+    heads += ["actor", "rest"]
+    lines = ["Of the phases: milliseconds, and the fraction of their bound.", ""]
+    lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in rows:
-        phases = [f"{row[f'{phase}_ms']:.2f}" for phase in ("sampling", "target", "critic", "actor", "rest") if "rest_ms" in row]
         cells = [row["threads"], row["shape"], row["batch"] or "", row["what"], f"{row['ms']:.1f}", f"{row['bound_ms']:.1f}"]
-        lines += ["| " + " | ".join(map(str, [*cells, f"{100 * row['of_bound']:.0f} %", " / ".join(phases)])) + " |"]
+        cells += [f"{100 * row['of_bound']:.0f} %"]
+        for phase in ("sampling", "target", "critic", "actor", "rest"):
+            took, bound = row.get(f"{phase}_ms"), row.get(f"{phase}_bound_ms")
+            share = f", {100 * bound / took:.0f} %" if bound else ""
+            cells.append("" if took is None else f"{took:.2f}{share}")
+        lines += ["| " + " | ".join(map(str, cells)) + " |"]
     return lines
 
 
@@ -332,8 +350,9 @@ def gains(rows: list[dict]) -> list[str]:
 
 
 def profile_table(rows: list[dict]) -> list[str]:
-    names = ("threads", "eager_ms", "products_ms", "rest_ms", "compiled_ms", "compiling_s")
-    head = "| threads | hopper, the means, batch 256: ms | profiled: matrix products | the rest | with --compile | compiling, s |"
+    names = ("threads", "eager_ms", "products_ms", "rest_ms", "compiled_ms", "compiling_s", "largest_difference")
+    head = "| threads | hopper, the means, batch 256: ms | profiled: matrix products | the rest | with --compile "
+    head += "| compiling, s | largest relative difference of a metric in 10 updates |"
     return [head, "|---" * len(names) + "|"] + ["| " + " | ".join(f"{row[n]:.3g}" for n in names) + " |" for row in rows]
 
 
@@ -344,11 +363,12 @@ def main(args: Args) -> None:
         tables = profile_table(rows)
     else:
         rows = [row for threads in args.threads for row in measure(threads, args.quick)]
-        tables = [*table(rows), "", *all_told(rows), "", *gains(rows)]
-    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        tables = [*best_products(rows), *table(rows), "", *all_told(rows), "", *gains(rows)]
+    git = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
     about = dict(machine=micro.machine(CPU), cores=os.cpu_count(), system=platform.platform(), commit=git.stdout.strip())
+    about |= dict(seconds=time.perf_counter() - started, preload=os.environ.get("LD_PRELOAD", ""))
     markdown = "\n".join([*title(about), *tables]) + "\n"
-    print(f"{time.perf_counter() - started:.0f} s\n{markdown}")
+    print(markdown)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(about | dict(rows=rows), indent=1))

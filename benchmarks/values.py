@@ -3,9 +3,9 @@ and from states in which episodes begin; and on the way, how optimistic a step o
 
 python benchmarks/values.py runs/stand-ins --output results/stand-ins/values.md
 
-*Optimism* of a step is mean_e (r_e + gamma V(s_e)) - (r + gamma V(s')), with r_e and s_e the mean predictions of elite e,
-r and s' what the simulator answers, and V(s) = min_k Q_k(s, mode of pi). MICRO takes gamma beta f off the target, so beta
-would have to be *optimism / (gamma f)* to make up for it on average.
+*Optimism* of a step is mean_e (r_e + gamma V(s_e)) - (r + gamma V(s')), where elite e predicts r_e and s_e on average,
+the simulator answers r and s', and V(s) = min_k Q_k(s, mode of pi). MICRO takes gamma beta f off the target, so beta would
+have to be *optimism / (gamma f)* to make up for it on average.
 
 The simulator is put into a state by its observation, which MuJoCo's Hopper, Walker2d and HalfCheetah allow (but for
 velocities beyond ±10, which the first two clip). The policy is deterministic, as in evaluations; the model is the

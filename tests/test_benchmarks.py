@@ -171,8 +171,20 @@ def test_a_run_is_kept_measured_and_drawn(tmp_path, monkeypatch):
     assert penalty_estimator.measure_run(run_dir, rows=20, reference_draws=4, repeats=2) == records
     penalty_estimator.plot(records, "micro", tmp_path / "figures" / "figure.png")
     assert (tmp_path / "figures" / "figure.png").stat().st_size > 10_000
-    assert penalty_estimator.at_least_as_accurate(records, penalty_estimator.RELEASED)
     assert penalty_estimator.table(records, "mobile").count("\n") == 1 + 1 + len(penalty_estimator.ESTIMATORS)
+
+
+def test_what_counts_as_at_least_as_accurate():
+    """No worse in bias, RMSE and rank correlation, at every checkpoint and for both penalties."""
+    place = dict(task="t", bias_percent=-10.0, rmse=2.0, rank_correlation=0.8)
+    places = [place | dict(update=update, penalty=kind) for update in (1, 2) for kind in penalty_estimator.PENALTIES]
+    released = [here | dict(estimator=penalty_estimator.RELEASED) for here in places]
+    equal = [here | dict(estimator="means", bias_percent=10.0) for here in places]
+    assert penalty_estimator.at_least_as_accurate(released + equal, "means")
+    for worse in (dict(bias_percent=-10.1), dict(rmse=2.1), dict(rank_correlation=0.79)):
+        for number in range(4):
+            changed = [record | (worse if number == index else {}) for index, record in enumerate(equal)]
+            assert not penalty_estimator.at_least_as_accurate(released + changed, "means")
 
 
 def test_peak_memory_is_that_of_each_phase():
@@ -226,7 +238,7 @@ def test_values_of_a_run_against_a_plain_loop(script, tmp_path, monkeypatch):
             file[name] = shipped[name][:400]
     flags = "--num-models 3 --num-elites 2 --hidden-size 8 --dynamics-hidden-size 8 --dynamics-max-epochs 1".split()
     flags += "--total-updates 4 --batch-size 8 --rollout-batch-size 16 --eval-episodes 1".split()
-    flags += ["--env-id", "hopper-medium-v2", "--dataset-path", str(tmp_path / "data.hdf5"), "--runs-root", str(tmp_path)]
+    flags += f"--env-id hopper-medium-v2 --dataset-path {tmp_path}/data.hdf5 --runs-root {tmp_path}".split()
     module.main(module.parse_args(flags))
     (run_dir,) = tmp_path.glob("hopper*")
     monkeypatch.setattr(values, "STEPS", 30)

@@ -1,5 +1,7 @@
 """An update never waits for the device: nothing in it asks a tensor for its value, and nothing in it leaves the device."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -20,31 +22,40 @@ BRANCHES = {
 }
 
 
-def random_batch(device: torch.device) -> tuple[torch.Tensor, ...]:
-    return micro.unpack(torch.rand(BATCH, 2 * OBS_DIM + ACT_DIM + 2, device=device), OBS_DIM, ACT_DIM)
+def random_rows(device: torch.device) -> torch.Tensor:
+    return torch.rand(BATCH, 2 * OBS_DIM + ACT_DIM + 2, device=device)
 
 
-def micro_update(device: torch.device, **changes):
+def draws_on(device: torch.device, draw):
+    """The draws of an update, each time anew. The device that has no values has no generator either: moved there."""
+    if device.type == "cpu":
+        return lambda: draw(torch.Generator())
+    noise = draw(torch.Generator())
+    return lambda: type(noise)(*(part.to(device) for part in noise))
+
+
+def micro_update(device: torch.device, wrap=lambda update: update, **changes):
     """Everything built, and the update still to be called."""
     args = micro.Args(**SIZES, **changes)
     ensemble = micro.Ensemble(args.num_models, OBS_DIM, ACT_DIM, 8).to(device).requires_grad_(False)
-    noise = micro.draw_noise(args, MODEL_ROWS, OBS_DIM, ACT_DIM, torch.Generator())
-    noise = micro.Noise(*(torch.zeros(part.shape, device=device) for part in noise))
-    agent, batch = micro.Agent(OBS_DIM, ACT_DIM, args, device), random_batch(device)
-    return lambda: micro.update(agent, ensemble, batch, noise, args)
+    agent, rows = micro.Agent(OBS_DIM, ACT_DIM, args, device), random_rows(device)
+    draw = draws_on(device, lambda rng: micro.draw_noise(args, MODEL_ROWS, OBS_DIM, ACT_DIM, rng))
+    update = wrap(micro.update)
+    return lambda: update(agent, ensemble, micro.unpack(rows, OBS_DIM, ACT_DIM), draw(), args)
 
 
-def rambo_update(device: torch.device, **changes):
+def rambo_update(device: torch.device, wrap=lambda update: update, **changes):
     args = rambo.Args(**SIZES, **changes)
-    noise = rambo.Noise(*(torch.zeros(BATCH, ACT_DIM, device=device) for _ in rambo.Noise._fields))
-    agent, batch = rambo.Agent(OBS_DIM, ACT_DIM, args, device), random_batch(device)
-    return lambda: rambo.update(agent, batch, noise, args)
+    agent, rows = rambo.Agent(OBS_DIM, ACT_DIM, args, device), random_rows(device)
+    draw = draws_on(device, lambda rng: rambo.draw_noise(args, ACT_DIM, rng))
+    update = wrap(rambo.update)
+    return lambda: update(agent, rambo.unpack(rows, OBS_DIM, ACT_DIM), draw(), args)
 
 
 def adversarial_update(device: torch.device):
     args = rambo.Args(**SIZES)
     ensemble = rambo.Ensemble(args.num_models, OBS_DIM, ACT_DIM, 8).to(device)
-    agent, obs = rambo.Agent(OBS_DIM, ACT_DIM, args, device), random_batch(device)[0]
+    agent, obs = rambo.Agent(OBS_DIM, ACT_DIM, args, device), random_rows(device)[:, :OBS_DIM]
     elite = torch.zeros(BATCH, dtype=torch.long, device=device)
     noise = torch.zeros(BATCH, ACT_DIM, device=device), torch.zeros(BATCH, OBS_DIM + 1, device=device)
     optimizer = rambo.dynamics_optimizer(ensemble, args.dynamics_lr)
@@ -85,3 +96,16 @@ def test_an_update_stays_on_its_device(name, monkeypatch):
     monkeypatch.setattr(torch.optim, "Adam", lambda *args, fused, **options: adam(*args, **options))
     build, changes = UPDATES[name]
     assert build(torch.device("meta"), **changes)().device.type == "meta"
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("build", [micro_update, rambo_update])
+def test_a_compiled_update_gives_the_same_numbers(build):
+    """--compile with its real backend, on small networks: the metrics of three updates, one after the other."""
+    metrics = []
+    for wrap in (lambda update: update, torch.compile):
+        torch.manual_seed(0)
+        step = build(torch.device("cpu"), wrap)
+        metrics.append(torch.stack([step() for _ in range(3)]))
+    torch.testing.assert_close(*metrics, rtol=1e-5, atol=1e-6)

@@ -269,14 +269,14 @@ def test_an_ensemble_that_does_not_fit(runs, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_compile_passes_the_update_through_torch_compile(runs, plain_progress, monkeypatch):
-    """With the backend that only captures: the real one takes minutes on a CPU."""
+    """A whole run, with the backend that only captures."""
     compiled = []
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, *_, **__: compiled.append(f) or real(f, backend="eager"))
     folder = runs.run("--compile")
     assert compiled
     expected = plain_progress.decode().splitlines()[-1].split(",")
-    assert [float(x) for x in progress(folder)[-1].values()] == pytest.approx([float(x) for x in expected], rel=1e-3)
+    assert [float(x) for x in progress(folder)[-1].values()] == pytest.approx([float(x) for x in expected], rel=1e-6)
 
 
 def test_an_update_leaves_the_targets_outside_the_graph():
