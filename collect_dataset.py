@@ -295,12 +295,6 @@ def sac_update(args: Args, learner: Learner, batch: Tensor, widths: list[int], g
 received_signals = []
 
 
-def progress_bar(items, description: str, **options) -> tqdm:
-    """A bar on a terminal, nothing where there is none."""
-    amount = dict(total=items) if isinstance(items, int) else dict(iterable=items)
-    return tqdm(**amount, desc=description, disable=not sys.stderr.isatty(), dynamic_ncols=True, **options)
-
-
 def say(message: str) -> None:
     tqdm.write(message)
     sys.stdout.flush()
@@ -352,8 +346,12 @@ def read_checkpoint(run_dir: Path, device: torch.device | str) -> dict:
 
 @contextmanager
 def locked(run_dir: Path):
-    """One process at a time in a run folder. The system opens the lock when the process ends, however it ends."""
-    with open(run_dir / "lock", "a") as file:
+    """One process at a time in a run folder. The system releases the lock when the process ends, however it ends."""
+    try:
+        file = open(run_dir / "lock", "a")
+    except OSError as error:
+        fail(f"cannot write in {run_dir}: {error}")
+    with file:
         try:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,7 +12,7 @@ to the data. Pessimism comes from the model, where MICRO takes it from the Bellm
     likelihood of a transition under the elites' mixture     Eq. 9      mixture_log_prob
     model gradient: advantage times score, plus likelihood   Eq. 8-10   advantage, adversarial_loss
     behaviour cloning before the game                        Sec. 5     clone_behaviour
-    critic, actor and temperature steps                      Alg. 1     update
+    critic, actor and temperature steps                      Alg. 1     update, sac_step
 
 Usage: python rambo_baseline.py --env-id hopper-medium-v2
 """
@@ -35,9 +35,10 @@ import zipfile
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple, get_args, get_origin
+from typing import Literal, NamedTuple, NoReturn, get_args, get_origin
 
 import gymnasium as gym
 import h5py
@@ -56,6 +57,7 @@ except ImportError:  # Windows: there nothing keeps a second process out of a ru
     fcntl = None
 
 warnings.filterwarnings("ignore", message=".*is out of date.*")  # D4RL's v2 environments are gymnasium's v4, not v5
+progress_bar = partial(tqdm, disable=None, dynamic_ncols=True)  # on a terminal only
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Args:
     runs_root: str = "runs"
     """the folder in which the run's own folder is made"""
     resume: str | None = None
-    """a run folder to go on with from its last checkpoint; only total updates, logging and device may change"""
+    """a run folder to go on with from its last checkpoint; only total updates, logging, paths and device may change"""
     eval_only: str | None = None
     """a run folder whose policy is evaluated again, and nothing else"""
 
@@ -165,22 +167,17 @@ class Args:
     """updates between checkpoints; the last two are kept (hopper, full model buffer: 145 MB and 0.4 s each)"""
 
 
-# task: rollout_length and adversarial_weight, of RAMBO's authors
+# What differs from the defaults, of RAMBO's authors.
 PRESETS = {
-    "halfcheetah-random": (5, 0.0),
-    "halfcheetah-medium": (5, 3e-4),
-    "halfcheetah-medium-replay": (5, 3e-4),
-    "halfcheetah-medium-expert": (5, 3e-4),
-    "hopper-random": (2, 3e-4),
-    "hopper-medium": (5, 3e-4),
-    "hopper-medium-replay": (2, 3e-4),
-    "hopper-medium-expert": (5, 3e-4),
-    "walker2d-random": (5, 0.0),
-    "walker2d-medium": (5, 0.0),
-    "walker2d-medium-replay": (5, 0.0),
-    "walker2d-medium-expert": (2, 3e-4),
+    "halfcheetah-random": dict(adversarial_weight=0.0),
+    "hopper-random": dict(rollout_length=2),
+    "hopper-medium-replay": dict(rollout_length=2),
+    "walker2d-random": dict(adversarial_weight=0.0),
+    "walker2d-medium": dict(adversarial_weight=0.0),
+    "walker2d-medium-replay": dict(adversarial_weight=0.0),
+    "walker2d-medium-expert": dict(rollout_length=2),
 }
-# The shipped data: minutes instead of days, by the same changes as in micro.py.
+# The shipped data: minutes instead of days. Longer rollouts keep the critic honest where the policy goes.
 LITE_PRESET = dict(total_updates=20_000, rollout_length=20, rollout_batch_size=12_500, auto_alpha=False, alpha=0.05,
                    actor_lr=3e-4, dynamics_max_epochs=20)  # fmt: skip
 
@@ -188,18 +185,17 @@ LITE_PRESET = dict(total_updates=20_000, rollout_length=20, rollout_batch_size=1
 def task_preset(env_id: str, given: dict) -> dict:
     """The preset of a task; where the paper has none, an `expert` task takes `medium-expert`'s."""
     task = re.sub("-(v2|lite)$", "", env_id)
-    chosen = PRESETS.get(task) or PRESETS.get(task.replace("-expert", "-medium-expert"))
-    chosen = dict(zip(("rollout_length", "adversarial_weight"), chosen)) if chosen else {}
+    chosen = PRESETS.get(task) or PRESETS.get(task.replace("-expert", "-medium-expert"), {})
     return chosen | (LITE_PRESET if env_id.endswith("-lite") else {})
 
 
 # === shared: arguments ===
-SPLIT, EPOCH, TRAINING, EVALUATION, VALUE_GAP = range(5)  # purposes of random draws
+SPLIT, EPOCH, TRAINING, EVALUATION, VALUE_GAP, CLONING = range(6)  # purposes of random draws
 MAY_CHANGE = set("resume eval_only total_updates checkpoint_every eval_episodes runs_root track device torch_threads "
                  "compile dataset_path dataset_base_url".split())  # fmt: skip
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """One line that says what is wrong, and exit status 1."""
     raise SystemExit(f"{Path(__file__).name}: {' '.join(message.split())[:1000]}")
 
@@ -216,7 +212,7 @@ def parse_args(argv: list[str]) -> Args:
     else:
         env_id = given.get("env_id") or given.get("gym_id", Args.env_id).replace("/", "-")
         default = Args(env_id=env_id, **task_preset(env_id, given))
-        if re.fullmatch(r"[\d_]+", given.get("total_updates", "")):
+        with suppress(KeyError, ValueError):  # not given, or no number: then tyro says so
             default.total_updates = int(given["total_updates"])
         default.eval_every = min(10_000, max(1, default.total_updates // 50))
     args = tyro.cli(Args, args=argv, default=default, description=__doc__.split("\n")[0])
@@ -245,6 +241,8 @@ def saved_args(run_dir: Path) -> Args:
 def check_args(args: Args) -> None:
     if args.gym_id is None and args.env_id not in known_tasks():
         fail(f"unknown --env-id {args.env_id}; known are {', '.join(known_tasks())}; for others see --gym-id")
+    if args.resume and args.eval_only:
+        fail("--resume goes on with a run and --eval-only evaluates one: give one of the two")
     if args.gym_id is not None and args.dataset_path is None:
         fail("--gym-id needs --dataset-path: only the known tasks have data of their own")
     if not re.fullmatch(r"\w[\w.-]*", args.env_id):
@@ -358,7 +356,7 @@ D4RL_SHA256 = {
     "walker2d-medium-expert-v2": "6b8d7f868c45bbaedf460be797fb7271b46dee6ebe45fe7a64319f2005b59a04",
     "walker2d-expert-v2": "2985dc3d436a8baa10e8f43f946fe1d7c6337a4e4fbc65def70618093b18c59a",
 }
-MAX_BYTES = 2 << 30  # six times the largest of D4RL: a file that is or declares more is refused before memory is taken
+MAX_BYTES = 2 << 30  # six times what the largest of D4RL declares: more is refused before memory is taken
 SHIPPED = Path(__file__).resolve().parent / "data"  # datasets of this repository
 
 
@@ -391,20 +389,19 @@ def find_dataset(args: Args) -> Path:
 
 def download(url: str, path: Path, expected: str) -> None:
     """Fetch beside the final place, check, then rename: the cache never holds a file that is not whole."""
-    part, digest = path.with_name(f"{path.name}.{os.getpid()}-{time.time_ns()}.part"), hashlib.sha256()
+    part = path.with_name(f"{path.name}.{os.getpid()}-{time.time_ns()}.part")
     advice = "try later, or pass a file with --dataset-path or a mirror with --dataset-base-url"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(url, timeout=60) as response, open(part, "wb") as file:
             size = int(response.headers.get("Content-Length") or 0)
             say(f"downloading {url} ({size / 1e6:.0f} MB)")
-            with progress_bar(size, "download", unit="B", unit_scale=True) as bar:
+            with progress_bar(total=size, desc="download", unit="B", unit_scale=True) as bar:
                 while (block := response.read(1 << 20)) and file.tell() < MAX_BYTES:
                     file.write(block)
-                    digest.update(block)
                     bar.update(len(block))
-        if digest.hexdigest() != expected:
-            fail(f"{url} gave a truncated or altered file: SHA-256 {digest.hexdigest()}, expected {expected}; {advice}")
+        if (found := sha256_of(part)) != expected:
+            fail(f"{url} gave a truncated or altered file: SHA-256 {found}, expected {expected}; {advice}")
         os.replace(part, path)
     except Exception as error:  # of the network, the address, the disk
         fail(f"cannot download {url}: {error}; {advice}")
@@ -435,10 +432,9 @@ def read_dataset(path: Path, obs_dim: int, act_dim: int, action_box: gym.spaces.
                 fail(f"{path} has no {', '.join(sorted(missing))}; it has {', '.join(file)}")
             stored = {key: file[key] if isinstance(link, h5py.HardLink) else None for key, link in links.items()}
             for key, array in stored.items():
-                if not isinstance(array, h5py.Dataset) or array.dtype.kind not in "fiub":
-                    fail(f"{path}: {key} is not an array of numbers")
-                if array.external or array.is_virtual:
-                    fail(f"{path}: {key} is not an array of the file itself")
+                numbers = isinstance(array, h5py.Dataset) and array.dtype.kind in "fiub"
+                if not numbers or array.external or array.is_virtual:
+                    fail(f"{path}: {key} is not an array of numbers in the file itself")
                 if array.shape[1:] != (widths[key],) and (widths[key] > 1 or array.ndim != 1):
                     fail(f"{path}: {key} has the shape {array.shape}, but {name} has {widths[key]} of them")
                 chunk = math.prod(array.chunks or ()) * array.dtype.itemsize
@@ -467,10 +463,9 @@ def read_dataset(path: Path, obs_dim: int, act_dim: int, action_box: gym.spaces.
         keep &= ~terminals.ravel() & (index < count - 1)
     if action_box is not None:
         arrays["actions"] = 2 * (arrays["actions"] - action_box.low) / (action_box.high - action_box.low) - 1
-    columns = [arrays[key] for key in ("observations", "actions", "rewards", "next_observations", "terminals")]
-    rows = np.empty((keep.sum(), 2 * obs_dim + act_dim + 2), np.float32)
+    columns = [arrays[key][keep] for key in ("observations", "actions", "rewards", "next_observations", "terminals")]
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused
-        np.concatenate([column[keep] for column in columns], axis=1, out=rows, casting="unsafe")
+        rows = np.concatenate(columns, axis=1, dtype=np.float32, casting="unsafe")
     if len(rows) < 2 or not np.isfinite(rows).all():
         fail(f"{path} has fewer than two usable transitions, or non-finite values among its {len(rows)}")
     return rows
@@ -593,6 +588,13 @@ def dynamics_optimizer(ensemble: Ensemble, lr: float) -> torch.optim.Adam:
     return torch.optim.Adam(groups, lr=lr, fused=True)
 
 
+def take_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """Gradients of this optimizer's parameters only: the actor's step leaves out the critics' weights."""
+    optimizer.zero_grad()
+    loss.backward(inputs=[parameter for group in optimizer.param_groups for parameter in group["params"]])
+    optimizer.step()
+
+
 def train_dynamics(rows, obs_dim, act_dim, args: Args, device, saved: dict | None, after_epoch) -> dict:
     """What dynamics.pt holds: each network as it was at its best holdout error, best network first.
 
@@ -625,9 +627,7 @@ def train_dynamics(rows, obs_dim, act_dim, args: Args, device, saved: dict | Non
         total_loss = torch.zeros((), device=device)
         for batch in progress_bar(batches, f"dynamics epoch {epoch + 1}", leave=False):
             loss = dynamics_loss(ensemble, *inputs_and_targets(rows[batch], obs_dim, act_dim))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
             total_loss += loss.detach()
         with torch.no_grad():
             error = (ensemble(holdout_inputs)[0] - holdout_targets).square().mean((1, 2))  # (models,)
@@ -671,6 +671,10 @@ def normal(rng: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=rng, device=rng.device)
 
 
+def draw(rows: torch.Tensor, count: int, rng: torch.Generator) -> torch.Tensor:
+    return rows[torch.randint(len(rows), (count,), generator=rng, device=rng.device)]
+
+
 @torch.no_grad()
 def model_step(actor: Actor, ensemble: Ensemble, num_elites: int, obs: torch.Tensor, rng: torch.Generator):
     """A step of each state in the model of one elite, drawn for each row: s, a, r, s', rows grouped by elite."""
@@ -705,7 +709,7 @@ class RingBuffer:
         self.rows[: state["size"]], self.size, self.next = state["rows"], state["size"], state["next"]
 
     def sample(self, count: int, rng: torch.Generator) -> torch.Tensor:
-        return self.rows[torch.randint(self.size, (count,), generator=rng, device=rng.device)]
+        return draw(self.rows[: self.size], count, rng)
 
 
 def rollout(actor, ensemble, num_elites, terminated, obs, length: int, buffer: RingBuffer, rng) -> dict:
@@ -781,17 +785,13 @@ MODEL_METRICS = ("model_loss", "log_prob", "log_prob_min", "log_prob_max", "adva
 
 def train_model_against(agent, ensemble, optimizer, terminated, data, obs_dim, act_dim, args, rng) -> dict:
     """A bout of model updates: rollouts of the current model from data states, with an update at each step."""
-
-    def draw(count: int) -> torch.Tensor:
-        return data[torch.randint(len(data), (count,), generator=rng, device=rng.device)]
-
     sums = torch.zeros(len(MODEL_METRICS), device=rng.device)
     for update_number in range(args.adversarial_updates):
-        loss = dynamics_loss(ensemble, *inputs_and_targets(draw(256), obs_dim, act_dim))
+        loss = dynamics_loss(ensemble, *inputs_and_targets(draw(data, 256, rng), obs_dim, act_dim))
         metrics = [loss.detach()] + [torch.zeros_like(loss)] * 5
         if args.adversarial_weight > 0:
             if update_number % args.rollout_length == 0:
-                obs = draw(256)[:, :obs_dim]
+                obs = draw(data[:, :obs_dim], 256, rng)
             elite = torch.randint(args.num_elites, (256,), generator=rng, device=rng.device)
             noise = normal(rng, 256, act_dim), normal(rng, 256, obs_dim + 1)
             adversarial, obs, log_prob, gain = adversarial_loss(agent, ensemble, terminated, obs, elite, *noise, args)
@@ -814,7 +814,6 @@ def clone_behaviour(actor: Actor, data, obs_dim: int, act_dim: int, args: Args, 
     return loss.item()
 
 
-CLONING = 5  # purpose of random draws
 PHASES = ("dynamics", "cloning", "adversary", "rollouts", "updates", "evaluation")
 
 
@@ -856,11 +855,27 @@ class Agent:
             part.load_state_dict(state[name])
 
 
-def take_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    """Gradients of this optimizer's parameters only: the actor's step leaves out the critics' weights."""
-    optimizer.zero_grad()
-    loss.backward(inputs=[parameter for group in optimizer.param_groups for parameter in group["params"]])
-    optimizer.step()
+SAC_METRICS = ("critic_loss", "actor_loss", "q", "q_min", "q_max", "target", "alpha", "entropy")
+
+
+def sac_step(agent: Agent, obs, act, y, action_noise, args: Args) -> list[torch.Tensor]:
+    """Critic step towards the target y, then actor, temperature and target critics. Returns SAC_METRICS."""
+    q = agent.critics(obs, act)
+    critic_loss = (q - y).square().mean()
+    take_step(agent.critic_optimizer, critic_loss)
+
+    action, log_prob = agent.actor.sample_with_log_prob(obs, action_noise)
+    alpha = agent.alpha(args)
+    actor_loss = (alpha * log_prob - agent.critics(obs, action).min(0).values).mean()
+    take_step(agent.actor_optimizer, actor_loss)
+
+    log_prob = log_prob.detach()
+    if args.auto_alpha:  # the target entropy is -|A|
+        take_step(agent.alpha_optimizer, -(agent.temperature.log_alpha * (log_prob - act.shape[-1])).mean())
+    with torch.no_grad():
+        torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
+    values = (q.mean(), q.min(), q.max(), y.mean(), alpha, -log_prob.mean())
+    return [metric.detach() for metric in (critic_loss, actor_loss, *values)]
 
 
 # === end shared ===
@@ -876,39 +891,16 @@ def soft_target(agent: Agent, batch, noise: Noise, args: Args) -> torch.Tensor:
     return reward + args.gamma * (1 - done) * (next_value + entropy_bonus)
 
 
-METRICS = ("critic_loss", "actor_loss", "q", "q_min", "q_max", "target", "alpha", "entropy")
+METRICS = SAC_METRICS
 
 
 def update(agent: Agent, batch, noise: Noise, args: Args) -> torch.Tensor:
-    """Critic, actor, temperature and target step. Returns METRICS as one tensor: nothing here waits for the device."""
-    obs, act = batch[:2]
-    y = soft_target(agent, batch, noise, args)
-    q = agent.critics(obs, act)
-    critic_loss = (q - y).square().mean()
-    take_step(agent.critic_optimizer, critic_loss)
-
-    action, log_prob = agent.actor.sample_with_log_prob(obs, noise.action)
-    alpha = agent.alpha(args)
-    actor_loss = (alpha * log_prob - agent.critics(obs, action).min(0).values).mean()
-    take_step(agent.actor_optimizer, actor_loss)
-
-    log_prob = log_prob.detach()
-    if args.auto_alpha:  # the target entropy is -|A|
-        take_step(agent.alpha_optimizer, -(agent.temperature.log_alpha * (log_prob - act.shape[-1])).mean())
-    with torch.no_grad():
-        torch._foreach_lerp_(list(agent.target_critics.parameters()), list(agent.critics.parameters()), args.tau)
-    values = (q.mean(), q.min(), q.max(), y.mean(), alpha, -log_prob.mean())
-    return torch.stack([metric.detach() for metric in (critic_loss, actor_loss, *values)])
+    """SAC's step. Returns METRICS as one tensor: nothing here waits for the device."""
+    return torch.stack(sac_step(agent, *batch[:2], soft_target(agent, batch, noise, args), noise.action, args))
 
 
 # === shared: files ===
 received_signals = []
-
-
-def progress_bar(items, description: str, **options) -> tqdm:
-    """A bar on a terminal, nothing where there is none."""
-    amount = dict(total=items) if isinstance(items, int) else dict(iterable=items)
-    return tqdm(**amount, desc=description, disable=not sys.stderr.isatty(), dynamic_ncols=True, **options)
 
 
 def say(message: str) -> None:
@@ -962,8 +954,12 @@ def read_checkpoint(run_dir: Path, device: torch.device | str) -> dict:
 
 @contextmanager
 def locked(run_dir: Path):
-    """One process at a time in a run folder. The system opens the lock when the process ends, however it ends."""
-    with open(run_dir / "lock", "a") as file:
+    """One process at a time in a run folder. The system releases the lock when the process ends, however it ends."""
+    try:
+        file = open(run_dir / "lock", "a")
+    except OSError as error:
+        fail(f"cannot write in {run_dir}: {error}")
+    with file:
         try:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1001,14 +997,15 @@ def stop_if_asked(run_dir: Path) -> None:
 
 # === shared: run ===
 def make_run_dir(args: Args, algorithm: str) -> Path:
-    for stamp in itertools.count(int(time.time())):  # another run may begin in the same second
-        run_dir = Path(args.runs_root) / f"{args.env_id}__{algorithm}__{args.seed}__{stamp}"
-        try:
-            run_dir.mkdir(parents=True)
-            return run_dir
-        except OSError as error:
-            if not isinstance(error, FileExistsError):
-                fail(f"cannot make the run folder {run_dir}: {error}")
+    try:
+        os.makedirs(args.runs_root, exist_ok=True)
+        for stamp in itertools.count(int(time.time())):
+            with suppress(FileExistsError):  # another run began in the same second
+                run_dir = Path(args.runs_root) / f"{args.env_id}__{algorithm}__{args.seed}__{stamp}"
+                run_dir.mkdir()
+                return run_dir
+    except OSError as error:
+        fail(f"cannot make a run folder in {args.runs_root}: {error}")
 
 
 def event_log(run_dir: Path, events: list):
@@ -1137,7 +1134,8 @@ def main(args: Args) -> dict:
     path = find_dataset(args)
     data = torch.as_tensor(load_dataset(path, envs[0]), device=device)
     sha256 = sha256_of(path)
-    dataset = dict(file=path.name, sha256=sha256, rows=len(data), is_d4rl=sha256 in D4RL_SHA256.values())
+    is_d4rl = D4RL_SHA256.get(args.env_id) == sha256
+    dataset = dict(file=path.name, sha256=sha256, rows=len(data), is_d4rl=is_d4rl)
     described = dict(algorithm=algorithm, gym_id=gym_id, args=vars(args) | dict(resume=None), dataset=dataset)
     if args.resume and json.loads((Path(args.resume) / "args.json").read_text())["dataset"]["sha256"] != sha256:
         fail(f"{path} is not the dataset that {args.resume} began with")
@@ -1173,6 +1171,8 @@ def train(args: Args, data: torch.Tensor, envs: list[gym.Env], described: dict, 
                           history=[], events=[], seconds=dict.fromkeys(PHASES, 0.0))  # fmt: skip
     checkpoint = read_checkpoint(run_dir, device)
     vars(run).update({name: checkpoint[name] for name in vars(run) if name in checkpoint})
+    if run.update > args.total_updates:
+        fail(f"{run_dir} has taken {run.update} updates already, more than --total-updates {args.total_updates}")
     log = event_log(run_dir, run.events)
 
     # dynamics
@@ -1224,7 +1224,7 @@ def train(args: Args, data: torch.Tensor, envs: list[gym.Env], described: dict, 
         say(f"behaviour cloning: {args.bc_epochs} epochs, squared error {cloning_loss:.4f}")
         save()
     take_update = torch.compile(update) if args.compile else update
-    bar = progress_bar(args.total_updates, "updates", initial=run.update)
+    bar = progress_bar(total=args.total_updates, desc="updates", initial=run.update)
     started, started_at = time.perf_counter(), run.update
     model_changes = args.adversarial_weight > 0 or args.supervised_updates
     while run.update < args.total_updates:
@@ -1235,21 +1235,21 @@ def train(args: Args, data: torch.Tensor, envs: list[gym.Env], described: dict, 
                 )
         if run.update % args.rollout_every == 0 and model_rows > 0:
             with timed(run.seconds, "rollouts"):
-                picks = torch.randint(len(data), (args.rollout_batch_size,), generator=rng, device=device)
-                starts = data[picks, :obs_dim]
+                starts = draw(data[:, :obs_dim], args.rollout_batch_size, rng)
                 run.rollout_stats = rollout(
                     agent.actor, ensemble, args.num_elites, terminated, starts, args.rollout_length, buffer, rng
                 )
         with timed(run.seconds, "updates"):
-            picks = torch.randint(len(data), (args.batch_size - model_rows,), generator=rng, device=device)
-            rows = torch.cat([data[picks], buffer.sample(model_rows, rng)]) if model_rows > 0 else data[picks]
+            rows = draw(data, args.batch_size - model_rows, rng)
+            if model_rows > 0:
+                rows = torch.cat([rows, buffer.sample(model_rows, rng)])
             noise = draw_noise(args, act_dim, rng)
             run.metric_sums += take_update(agent, unpack(rows, obs_dim, act_dim), noise, args)
         run.update += 1
         bar.update()
 
         evaluating = run.update % args.eval_every == 0 or run.update == args.total_updates
-        saving = run.update % args.checkpoint_every == 0 or run.update == args.total_updates or received_signals
+        saving = run.update % args.checkpoint_every == 0 or run.update == args.total_updates or bool(received_signals)
         if evaluating or saving or run.update % 1000 == 0:
             metrics = dict(zip(METRICS, (run.metric_sums / (run.update - run.averaged)).tolist())) | run.rollout_stats
             metrics |= run.model_stats
@@ -1264,7 +1264,7 @@ def train(args: Args, data: torch.Tensor, envs: list[gym.Env], described: dict, 
             with timed(run.seconds, "evaluation"):
                 returns = evaluate_actor(agent.actor, input_mean, input_std, envs, run.update, args, device)
                 gap_rng = generator(device, args.seed, VALUE_GAP, run.update)
-                states = data[torch.randint(len(data), (128,), generator=gap_rng, device=device), :obs_dim]
+                states = draw(data[:, :obs_dim], 128, gap_rng)
                 data_q, gap = value_gap(
                     agent.actor, agent.critics, ensemble, args.num_elites, terminated, states, args.gamma, gap_rng
                 )
@@ -1279,7 +1279,7 @@ def train(args: Args, data: torch.Tensor, envs: list[gym.Env], described: dict, 
                 f"{(args.total_updates - run.update) / speed / 60:.0f} min left")  # fmt: skip
         if saving:
             save()
-        stop_if_asked(run_dir)
+            stop_if_asked(run_dir)
     bar.close()
     return write_result(run_dir, described, run.history, run.seconds)
 

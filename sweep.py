@@ -15,6 +15,7 @@ without taking a place. On a cluster, this folder, Python and --runs-root must b
 import csv
 import fcntl
 import hashlib
+import io
 import json
 import os
 import platform
@@ -27,9 +28,10 @@ import sys
 import time
 from collections import defaultdict
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import numpy as np
 import tyro
@@ -71,9 +73,14 @@ class ReportArgs:
     """where report.md, its tables as .csv and its figures go"""
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """One line that says what is wrong, and exit status 1."""
     raise SystemExit(f"{Path(__file__).name}: {' '.join(message.split())}")
+
+
+def say(text: str) -> None:
+    with suppress(OSError):  # a terminal that was closed, a pipe that nobody reads: the runs go on
+        print(text, flush=True)
 
 
 def write_file(path: Path, text: str) -> None:
@@ -107,9 +114,12 @@ def split_command_line(argv: list[str]) -> tuple[list[str], dict[str, list[str]]
     """The sweep's own words, and those for the runs of each algorithm: the common ones, then its own."""
     sections = [[]]
     for word in argv:
-        sections.append([]) if word == "--" else sections[-1].append(word)
+        if word == "--":
+            sections.append([])
+        else:
+            sections[-1].append(word)
     own, *others = sections
-    common = [word for section in others if not {*section[:1]} & {*ALGORITHMS} for word in section]
+    common = [word for section in others if not set(section[:1]) & set(ALGORITHMS) for word in section]
     return own, {
         algorithm: common + [word for section in others if section[:1] == [algorithm] for word in section[1:]]
         for algorithm in ALGORITHMS
@@ -166,12 +176,12 @@ def plan(args: Args, words: dict[str, list[str]]) -> list[Job]:
                 decisive = {name: value for name, value in given.items() if name.removeprefix("no-") not in TECHNICAL}
                 name = f"{task}__{algorithm}__{seed}"
                 script = str(SCRIPTS / ("rambo_baseline.py" if algorithm == "rambo" else "micro.py"))
-                identity = dict(flags=decisive, dataset=sha256)
+                identity = dict(flags=decisive, dataset=sha256, ensemble=None)
                 group[algorithm] = Job(name, Path(args.runs_root).resolve() / name, script, flags | given, identity)
             trainer = next((group[algorithm] for algorithm in SHARING if algorithm in group), None)
             for algorithm in set(group) & set(SHARING):
                 if group[algorithm] is not trainer and ensemble_flags(group[algorithm]) == ensemble_flags(trainer):
-                    group[algorithm].trainer = trainer
+                    group[algorithm].trainer, group[algorithm].identity["ensemble"] = trainer, trainer.name
             jobs += group.values()
     return jobs
 
@@ -196,16 +206,16 @@ def skip_finished(jobs: list[Job]) -> None:
             try:
                 before = json.loads((job.folder / "job.json").read_text())
                 old, new = before["flags"], job.identity["flags"]
-                data_changed = before["dataset"] != job.identity["dataset"]
+                changed = [name for name in ("dataset", "ensemble") if before[name] != job.identity[name]]
+                if (run / "result.json").exists():
+                    job.state, job.note = "done", final_score(run)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                fail(f"{job.folder} holds a run that no sweep began: {error!r}; give another --runs-root")
-            changed = [f"--{name} (it was {' '.join(old.get(name, ['not given']))})"
-                       for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]  # fmt: skip
-            if changed or data_changed:
-                fail(f"{job.name} was begun in {job.folder.parent} with another {', another '.join(changed)} "
-                     f"{'dataset' * data_changed}: give it as it was, or another --runs-root")  # fmt: skip
-            if (run / "result.json").exists():
-                job.state, job.note = "done", final_score(run)
+                fail(f"{job.folder} holds a torn file, or a run that no sweep began: {error!r}; try another --runs-root")
+            changed += [f"--{name} (it was {' '.join(old.get(name, ['not given']))})"
+                        for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]  # fmt: skip
+            if changed:
+                fail(f"{job.name} was begun in {job.folder.parent} with another {', another '.join(changed)}: "
+                     "give it as it was, or another --runs-root")  # fmt: skip
 
 
 # --- one run, on whichever node ---------------------------------------------------------------------------------------
@@ -230,6 +240,8 @@ def run_job(folder: str, script: str, flags: dict, threads: int, stop: str, envi
                 break
             except BlockingIOError:
                 time.sleep(0.2)
+            except OSError:  # a file system without locks: the run's own lock warns
+                break
         else:
             return 1, "another process is running it"
         if run := run_folder(job_folder):
@@ -260,7 +272,7 @@ def last_line(log: Path) -> str:
     with open(log, "rb") as file:
         file.seek(max(0, os.path.getsize(log) - 4096))
         lines = file.read().decode(errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next((line.strip("│ ") for line in reversed(lines) if re.search(r"\w", line)), "")  # no frames of boxes
 
 
 class ProcessPool:
@@ -309,7 +321,11 @@ class RayPool:
         self.ray, self.args, self.own = ray, args, not ray.is_initialized()
         if self.own:
             alone = {} if args.ray_address else dict(include_dashboard=False)
-            ray.init(args.ray_address or "local", log_to_driver=False, logging_level="error", **alone)
+            try:
+                ray.init(args.ray_address or "local", log_to_driver=False, logging_level="error", **alone)
+            except Exception as error:  # there are many kinds for an address at which nobody answers
+                fail(f"cannot start Ray, or reach it at {args.ray_address}: {str(error).splitlines()[0]}")
+        self.handles = []
         self.remote = ray.remote(num_cpus=args.cpus_per_run, num_gpus=args.gpus_per_run, max_retries=0)(run_job)
 
     @property
@@ -320,7 +336,8 @@ class RayPool:
         return int(slots) + bool(self.args.ray_address)
 
     def submit(self, *request):
-        return self.remote.remote(*request, {})  # Ray itself names the visible GPUs
+        self.handles.append(self.remote.remote(*request, {}))  # Ray itself names the visible GPUs
+        return self.handles[-1]
 
     def finished(self, handles: list) -> list:
         return self.ray.wait(handles, timeout=1)[0]
@@ -329,6 +346,8 @@ class RayPool:
         return self.ray.get(handle)
 
     def close(self) -> None:
+        if self.handles:  # what still runs was asked to save and end
+            self.ray.wait(self.handles, num_returns=len(self.handles))
         if self.own:
             self.ray.shutdown()
 
@@ -345,7 +364,7 @@ def choose_pool(args: Args) -> ProcessPool | RayPool:
         pool.close()
         fail(f"there is no room for a run with --cpus-per-run {args.cpus_per_run} --gpus-per-run {args.gpus_per_run}")
     how = f"on Ray {ray.__version__}" if isinstance(pool, RayPool) else "in a local pool of processes"
-    print(f"{how}{'' if ray else ' (Ray is not installed)'}, up to {pool.slots} at a time", flush=True)
+    say(f"{how}{'' if ray else ' (Ray is not installed)'}, up to {pool.slots} at a time")
     return pool
 
 
@@ -367,11 +386,7 @@ def next_ready(jobs: list[Job]) -> Job | None:
                 path = next(job.trainer.folder.glob("*/dynamics.pt"), None)
                 if path:
                     job.flags["dynamics-path"] = [str(path)]
-                elif job.trainer.state == "failed":
-                    job.state, job.note = "failed", f"it needs the ensemble of {job.trainer.name}, which failed"
-                    announce(job)
-                    continue
-                elif job.trainer.state != "done":  # (done, and its dynamics.pt was deleted: this job trains its own)
+                elif job.trainer.state not in ("done", "failed"):  # then without an ensemble: this job trains its own
                     continue
             return job
 
@@ -401,21 +416,21 @@ def run_sweep(jobs: list[Job], pool: ProcessPool | RayPool, args: Args, stop: Pa
                 status, job.note = 1, str(error).strip().split("\n")[0][:200]
             if status == 0:
                 job.state = "done"
-            elif received_signals or job.attempts <= args.retries:
+            elif received_signals or (job.attempts <= args.retries and status != 2):  # 2: flags that are refused
                 job.state, job.note = "queued", f"attempt {job.attempts} ended: {job.note}"
             else:
                 job.state = "failed"
             announce(job)
         if received_signals and handles and not stop.exists():
             stop.touch()
-            print(f"stopping: {len(handles)} runs save a checkpoint first; once more to end at once", flush=True)
+            say(f"stopping: {len(handles)} runs save a checkpoint first; once more to end at once")
             lines_drawn = 0
 
 
 def announce(job: Job) -> None:
     """Where there is no terminal, a line for each change."""
     if not sys.stdout.isatty():
-        print(": ".join(filter(None, (job.name, job.state, job.note))), flush=True)
+        say(": ".join(filter(None, (job.name, job.state, job.note))))
 
 
 def running_note(log: Path) -> str:
@@ -428,7 +443,7 @@ def running_note(log: Path) -> str:
 
 
 def draw_table(jobs: list[Job], lines_drawn: int) -> int:
-    """On a terminal, over the last table. What does not fit goes: the done first. Returns the number of lines."""
+    """On a terminal, over the last table; what does not fit is left out, the done first. Returns the lines drawn."""
     if not sys.stdout.isatty():
         return 0
     lines, name_width = [], max(len(job.name) for job in jobs)
@@ -441,40 +456,47 @@ def draw_table(jobs: list[Job], lines_drawn: int) -> int:
     states = [state for state, _ in lines]
     counts = ", ".join(f"{states.count(state)} {state}" for state in ("queued", "running", "done", "failed"))
     width, height = shutil.get_terminal_size()
-    for state in ("done", "queued", "failed", "running"):
-        if len(lines) > height - 3:
-            lines = [line for line in lines if line[0] != state]
-    text = [line[: width - 1] for _, line in lines] + [counts]
-    print((f"\x1b[{lines_drawn}F" if lines_drawn else "") + "\x1b[J" + "\n".join(text), flush=True)
+    if len(lines) > height - 3:
+        lines.sort(key=lambda line: ("running", "failed", "queued", "done").index(line[0]))
+    text = [line[: width - 1] for _, line in lines[: max(0, height - 3)]] + [counts]
+    say((f"\x1b[{lines_drawn}F" if lines_drawn else "") + "\x1b[J" + "\n".join(text))
     return len(text)
 
 
 def main(argv: list[str]) -> int:
     own, words = split_command_line(argv)
     args = tyro.cli(Args, args=own, description=__doc__)
+    named = {word for before, word in zip(argv, argv[1:]) if before == "--"} & set(ALGORITHMS)
+    if stray := named - set(args.algorithms):
+        fail(f"there are flags for {min(stray)}, which is not among --algorithms {' '.join(args.algorithms)}")
     jobs = plan(args, words)
     skip_finished(jobs)
     to_do = [job for job in jobs if job.state != "done"]
-    print(f"{len(jobs)} runs in {args.runs_root}, {len(jobs) - len(to_do)} of them finished before", flush=True)
+    say(f"{len(jobs)} runs in {args.runs_root}, {len(jobs) - len(to_do)} of them finished before")
     if to_do:
         pool = choose_pool(args)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, ask_to_stop)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+                signal.signal(number, ask_to_stop)
         stop = Path(args.runs_root).resolve() / f".stop-{platform.node()}-{time.time_ns()}"  # seen by runs on any node
         try:
             run_sweep(jobs, pool, args, stop)
+        except BaseException:
+            with suppress(OSError):
+                stop.touch()  # whatever it was, the runs save first
+            raise
         finally:
-            if stop.exists():
+            pool.close()
+            with suppress(OSError):
                 stop.unlink()
-        pool.close()
     failed = [job for job in jobs if job.state == "failed"]
     for job in failed:
-        print(f"{job.name} failed after {job.attempts} attempts: {job.note}; see {job.folder / 'log.txt'}")
+        say(f"{job.name} failed after {job.attempts} attempts: {job.note}; see {job.folder / 'log.txt'}")
     if received_signals:
-        print("interrupted; the same command goes on from the checkpoints")
+        say("interrupted; the same command goes on from the checkpoints")
         return 128 + received_signals[0]
-    print(f"{len(jobs) - len(failed)} done, {len(failed)} failed{'; the same command tries again' * bool(failed)}")
-    print(f"tables and figures: python sweep.py report --runs-root {args.runs_root}")
+    say(f"{len(jobs) - len(failed)} done, {len(failed)} failed{'; the same command tries again' * bool(failed)}")
+    say(f"tables and figures: python sweep.py report --runs-root {args.runs_root}")
     return 1 if failed else 0
 
 
@@ -529,12 +551,19 @@ def read_results(root: Path) -> list[Row]:
             args, data, seed = result["args"], result["dataset"], result["args"]["seed"]
             data = "D4RL" if data["is_d4rl"] else f"{data['file']} {data['sha256'][:8]}"
             settings = tuple((name, str(value)) for name, value in sorted(args.items()) if name not in NO_SETTING)
+            ALGORITHMS.index(result["algorithm"])  # ValueError for one that is not known
+            _ = [float(result[f"last_{n}_mean"]) for n in (5, 10)], [e["score"] for e in result["evaluations"]]
+            _ = dict(result["seconds"]), result["machine"]["device"], result["machine"]["threads"]
+            updates = [evaluation["update"] for evaluation in result["evaluations"]]
+            _ = updates[-1]  # all that the tables and figures will read is there
             runs = groups[args["env_id"], data, result["algorithm"]].setdefault(settings, {})
-            _ = result["evaluations"][-1]["update"], result["seconds"], result["machine"], result["last_10_mean"]
-        except (ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             fail(f"{path} is not the result of a run: {error!r}")
         if seed in runs:
             fail(f"{runs[seed][1]} and {path.parent} are the same run: same task, data, algorithm, settings and seed")
+        for other, folder in runs.values():
+            if updates != [evaluation["update"] for evaluation in other["evaluations"]]:
+                fail(f"{folder} and {path.parent} are seeds of one setting, but were evaluated at other updates")
         runs[seed] = result, path.parent
     if not groups:
         fail(f"there is no result.json in or below {root}")
@@ -593,7 +622,8 @@ def aggregate_table(rows: list[Row]) -> list[dict]:
         for label, own in by_label.items():
             seeds = set.intersection(*(set(own.get(task, ())) for task in tasks))
             if seeds:
-                line = dict(tasks=", ".join(task for task, _ in tasks), algorithm=label, seeds=len(seeds))
+                names = [task if data == "D4RL" else f"{task} ({data})" for task, data in tasks]
+                line = dict(tasks=" + ".join(names), algorithm=label, seeds=len(seeds))
                 for n in (5, 10):
                     scores = np.array([[own[task][seed][f"last_{n}_mean"] for task in tasks] for seed in sorted(seeds)])
                     line[f"IQM of last {n}"] = f"{interquartile_mean(scores):.1f}"
@@ -604,7 +634,10 @@ def aggregate_table(rows: list[Row]) -> list[dict]:
 
 def time_table(rows: list[Row]) -> list[dict]:
     table, place = [], lambda row: (row.task, row.data, machine_of(row))
-    rambo = {place(row): per_update(row) for row in rows if row.algorithm == "rambo"}
+    rambo = defaultdict(list)
+    for row in rows:
+        if row.algorithm == "rambo":
+            rambo[place(row)].append(per_update(row))
     for row in rows:
         line = dict(task=row.task, data=row.data, algorithm=row.label, updates=updates_of(row))
         for phase in PHASES:
@@ -612,8 +645,8 @@ def time_table(rows: list[Row]) -> list[dict]:
                        and not (phase == "dynamics" and result["args"].get("dynamics_path"))]  # fmt: skip
             line[f"{phase}, s"] = f"{np.mean(seconds):.0f}" if seconds else "shared" if phase == "dynamics" else "–"
         line["ms per update"] = f"{per_update(row):.2f}"
-        rival, paper = rambo.get(place(row)), PAPER_SECONDS.get(row.task.split("-")[0])
-        line["over RAMBO's"] = f"{per_update(row) / rival:.2f}" if rival else "–"
+        rivals, paper = rambo[place(row)], PAPER_SECONDS.get(row.task.split("-")[0])
+        line["over RAMBO's"] = f"{per_update(row) / rivals[0]:.2f}" if len(rivals) == 1 else "–"
         line["paper's Table 2"] = f"{paper[0] / paper[1]:.2f}" if paper and row.algorithm == "micro" else "–"
         table.append(line | dict(machine=machine_of(row)))
     return table
@@ -681,13 +714,14 @@ def draw_aggregate(table: list[dict], kind: str, path: Path) -> None:
     sets = list(dict.fromkeys(line["tasks"] for line in table))
     figure, axes = plt.subplots(1, len(sets), figsize=(4.4 * len(sets), 3.6), squeeze=False, layout="constrained")
     for axis, tasks in zip(axes.flat, sets):
-        own, count = [line for line in table if line["tasks"] == tasks], tasks.count(",") + 1
+        own, count = [line for line in table if line["tasks"] == tasks], tasks.count(" + ") + 1
         names = [f"{line['algorithm']} ×{line['seeds']}".replace(" ", "\n") for line in own]
         heights = np.array([float(line["IQM of last 10"]) for line in own])
         ends = np.array([[float(end) for end in line["95 % (10)"].split(" to ")] for line in own]).T
         colours = [COLOURS[line["algorithm"].split()[0]] for line in own]
         axis.bar(names, heights, color=colours, yerr=np.abs(ends - heights), ecolor="#666666", capsize=5, width=0.6)
-        axis.set_title(f"{kind}\n{tasks if count == 1 else f'{count} tasks'}, × seeds", fontsize=9)
+        name = tasks.replace(" (", "\n(") if count == 1 else f"{count} tasks"
+        axis.set_title(f"{kind}, × seeds\n{name}", fontsize=9)
         axis.set_ylabel("normalised score, IQM and 95 % interval", fontsize=8)
         axis.tick_params(axis="x", labelsize=8)
         axis.grid(axis="y", alpha=0.3)
@@ -701,15 +735,14 @@ ABOUT_SCORES = """A score is the mean of a run's last 5 or last 10 evaluations; 
 still rising.
 
 """
-ABOUT_AGGREGATES = """Band: ± one standard deviation over seeds.
-
-Interquartile mean (IQM) over runs and tasks, with 95 % stratified bootstrap intervals (20 000 samples), as
-rliable defines them. On a set of tasks only algorithms that have all of them are compared, each with the seeds it has
-on all. With two or three runs a task, an interval says little.
+ABOUT_CURVES = "Band: ± one standard deviation over seeds.\n\n"
+ABOUT_AGGREGATES = """Interquartile mean (IQM) over runs and tasks, with 95 % stratified bootstrap intervals (20 000
+samples), as rliable defines them. On a set of tasks only algorithms that have all of them are compared, each with the
+seeds it has on all. With two or three runs a task, an interval says little.
 
 """
-ABOUT_TIMES = """Seconds of a run in each phase, mean over seeds. *Shared*: another run of the same task and seed
-trained the ensemble. *ms per update*: updates, rollouts and adversarial updates, no evaluation. *Over RAMBO's*: on
+ABOUT_TIMES = """Seconds of a run in each phase, mean over seeds. *Shared*: the ensemble is that of another run
+(`--dynamics-path`). *ms per update*: updates, rollouts and adversarial updates, no evaluation. *Over RAMBO's*: on
 the same data and machine; beside it MICRO / RAMBO as reported by the paper, for whole runs on D4RL's data.
 
 """
@@ -734,7 +767,8 @@ def report(args: ReportArgs) -> Path:
     write_file(output / "report.md", "")  # refuses a folder that cannot be written before any work
     begun = {path.parent for path in root.rglob("args.json")}
     unfinished = sorted(str(folder.relative_to(root)) for folder in begun if not (folder / "result.json").exists())
-    text = f"# Results\n\n{len(run_table(rows))} finished runs. " + ABOUT_SCORES
+    count = sum(len(row.results) for row in rows)
+    text = f"# Results\n\n{count} finished runs. " + ABOUT_SCORES
     text += f"Not finished, and left out: {', '.join(unfinished)}.\n\n" if unfinished else ""
     d4rl, stand_ins = ([row for row in rows if (row.data == "D4RL") == is_d4rl] for is_d4rl in (True, False))
     for kind, own in ("D4RL data", d4rl), ("Stand-in data", stand_ins):
@@ -743,17 +777,19 @@ def report(args: ReportArgs) -> Path:
             makers = dict(scores=score_table, aggregate=aggregate_table, times=time_table, runs=run_table)
             tables = {name: make(own) for name, make in makers.items()}
             for name, table in tables.items():
-                with open(output / f"{stem}-{name}.csv", "w", newline="") as file:
-                    writer = csv.DictWriter(file, table[0])
-                    writer.writeheader()
-                    writer.writerows(table)
+                lines = io.StringIO()
+                writer = csv.DictWriter(lines, table[0] if table else (), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(table)
+                write_file(output / f"{stem}-{name}.csv", lines.getvalue())
             draw_curves(own, output / f"{stem}-curves.png")
-            draw_aggregate(tables["aggregate"], kind, output / f"{stem}-aggregate.png")
             text += f"## {kind}\n\n"
             text += "**Not D4RL's data: no score here compares with a published one.**\n\n" if own is stand_ins else ""
-            text += markdown(tables["scores"]) + f"![learning curves]({stem}-curves.png)\n\n" + ABOUT_AGGREGATES
-            text += markdown(tables["aggregate"]) + f"![aggregate]({stem}-aggregate.png)\n\n" + ABOUT_TIMES
-            text += markdown(tables["times"])
+            text += markdown(tables["scores"]) + f"![learning curves]({stem}-curves.png)\n\n" + ABOUT_CURVES
+            if tables["aggregate"]:  # there is none where an algorithm has no seed on all of its tasks
+                draw_aggregate(tables["aggregate"], kind, output / f"{stem}-aggregate.png")
+                text += ABOUT_AGGREGATES + markdown(tables["aggregate"]) + f"![aggregate]({stem}-aggregate.png)\n\n"
+            text += ABOUT_TIMES + markdown(tables["times"])
     scores = [dict(task=task) | dict(zip(PAPER_METHODS, values)) for task, values in PAPER_SCORES.items()]
     for line in scores[:-1]:
         line["MICRO"] = f"{line['MICRO']} ± {PAPER_MICRO_STD[line['task']]}"
@@ -761,7 +797,7 @@ def report(args: ReportArgs) -> Path:
                for environment, (ours, rival) in PAPER_SECONDS.items()]  # fmt: skip
     text += ABOUT_PAPER + markdown(scores) + ABOUT_SECONDS + markdown(seconds)
     write_file(output / "report.md", text)
-    print(f"{len(run_table(rows))} runs: {output / 'report.md'}")
+    print(f"{count} runs: {output / 'report.md'}")
     return output / "report.md"
 
 

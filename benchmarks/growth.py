@@ -101,8 +101,8 @@ def run(flags: list[str], dynamics_batches: int = 20) -> dict:
         enter("checkpoint" if path.name == "checkpoint.pt" and "agent" in content else phase)
         write(path, content, **options)
 
-    def short_bar(items, description: str, **options):
-        return bar(items[:dynamics_batches] if "epoch" in description else items, description, **options)
+    def short_bar(items=None, desc: str = "", **options):
+        return bar(items[:dynamics_batches] if "epoch" in desc else items, desc, **options)
 
     micro.progress_bar, micro.write_file = short_bar, entering_write
     micro.update, micro.rollout = timed_update, timed_rollout

@@ -312,14 +312,63 @@ def test_a_run_that_always_fails_is_reported_and_does_not_stop_the_others(stand_
     assert sweep.main([*where, *command]) == 1
     out = capsys.readouterr().out
     assert "task__micro__1 failed after 2 attempts: this seed is broken" in out
-    assert "task__none__1: failed: it needs the ensemble of task__micro__1, which failed" in out
+    assert "task__none__1 failed after 2 attempts: this seed is broken" in out  # without an ensemble it tries by itself
     assert "3 done, 3 failed" in out
     finished = {path.parts[-3] for path in (tmp_path / "runs").rglob("result.json")}
     assert finished == {"task__micro__2", "task__none__2", "task__rambo__2"}
-    assert len(starts("runs/task__micro__1")) == len(starts("runs/task__rambo__1")) == 2
-    assert not Path("runs/task__none__1").exists()
+    assert all(len(starts(f"runs/task__{name}__1")) == 2 for name in ("micro", "none", "rambo"))
     for line in "task__micro__1: queued: attempt 1 ended: this seed is broken", "task__micro__2: done: score 12.5":
         assert line in out.splitlines()
+
+
+@pytest.mark.parametrize("failing", [True, False])
+def test_a_run_whose_ensemble_never_comes_trains_its_own(stand_ins, failing):
+    """Its trainer failed before there was one, or is done and somebody has deleted it."""
+    command = "--local --algorithms micro none --tasks task --seeds 1 --runs-root runs --retries 0 --".split()
+    if failing:
+        assert sweep.main([*command, "--steps", "3", "--", "micro", "--broken-seed", "1"]) == 1
+    else:
+        assert sweep.main([*ONE_MICRO.split(), "--local", "--", "--steps", "3"]) == 0
+        Path("runs/task__micro__1/run/dynamics.pt").unlink()
+        assert sweep.main([*command, "--steps", "3"]) == 0
+    assert Path("runs/task__none__1/run/dynamics.pt").read_text() == "ensemble of task__none__1"
+    assert steps("runs/task__none__1") == [1, 2, 3]
+
+
+def test_refused_flags_are_not_tried_again_and_their_line_is_shown(stand_ins, capsys):
+    """tyro draws a box around what it says: the note is its last line with words."""
+    (stand_ins / "micro.py").write_text("import sys; print('│ no such flag │\\n╰──────╯'); sys.exit(2)")
+    assert sweep.main(["--local", *ONE_MICRO.split()]) == 1
+    assert "task__micro__1 failed after 1 attempts: no such flag;" in capsys.readouterr().out
+
+
+def test_threads_and_data_path_may_change_when_a_run_goes_on(stand_ins, monkeypatch):
+    """What is given again to a run that is resumed is what may change."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2), raising=False)
+    command = "--local --algorithms micro --seeds 1 --runs-root runs --retries 0".split()
+    for name in ("first.hdf5", "moved.hdf5"):
+        Path(name).write_bytes(b"data")
+
+    def kill():
+        wait_for(lambda: len(steps("runs/task__micro__1")) >= 3)
+        os.kill(int(starts("runs/task__micro__1")[0][1]), signal.SIGKILL)
+
+    thread, failures = in_background(kill)
+    assert sweep.main([*command, "--tasks", "task=first.hdf5", "--", "--steps", "100"]) == 1
+    thread.join()
+    assert not failures
+    again = [*command, "--tasks", "task=moved.hdf5", "--cpus-per-run", "2", "--", "--steps", "100"]
+    assert sweep.main(again) == 0
+    last = [line for line in Path("runs/task__micro__1/log.txt").read_text().splitlines() if line.startswith("$")][-1]
+    assert "--resume" in last and "--torch-threads 2" in last and "moved.hdf5" in last and "--steps" not in last
+    assert starts("runs/task__micro__1")[-1][2] == "2" and sorted(set(steps("runs/task__micro__1"))) == [*range(1, 101)]
+
+
+def test_another_ensemble_is_refused(stand_ins):
+    """A run on an ensemble of its own does not become one of a sweep that shares."""
+    assert sweep.main("--local --algorithms mobile --tasks task --seeds 1 --runs-root runs".split()) == 0
+    with pytest.raises(SystemExit, match="task__mobile__1 was begun in .* with another ensemble"):
+        sweep.main("--local --algorithms micro mobile --tasks task --seeds 1 --runs-root runs".split())
 
 
 @pytest.mark.parametrize("cores, gpus", [(4, ["3", "5"]), (8, ["3", "3", "5", "5"])])
@@ -386,6 +435,7 @@ def test_flags_of_one_algorithm_win_over_the_common_ones():
         (["--", "--seed", "3"], "--seed is set by the sweep itself"),
         (["--", "--dataset_path=x"], "--dataset-path is set by the sweep itself"),
         (["--", "ppo", "--beta", "1"], "not ppo"),
+        (["--", "none", "--beta", "1"], "there are flags for none, which is not among --algorithms"),
         (["--local", "--ray-address", "auto"], "--ray-address needs Ray"),
         (["--local", "--cpus-per-run", "9999"], "there is no room for a run with --cpus-per-run 9999"),
         (["--local", "--gpus-per-run", "0.5"], "--gpus-per-run 0.5"),
@@ -437,6 +487,73 @@ def test_a_signal_lets_the_runs_save_and_the_same_command_goes_on(stand_ins, num
     assert "Traceback" not in Path("runs/task__micro__1/log.txt").read_text()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert steps("runs/task__micro__1") == list(range(1, 61))  # nothing twice, nothing lost
+
+
+def test_a_closed_terminal_lets_the_runs_save(stand_ins):
+    """Printing fails there; the sweep still waits for the runs, which save and end."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(stand_ins / "sweep.py"), "--local", *f"{ONE_MICRO} -- --steps 500".split()]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    wait_for(lambda: len(steps("runs/task__micro__1")) >= 3)
+    os.close(ours)
+    os.kill(process.pid, signal.SIGHUP)
+    process.wait(timeout=60)
+    reached = steps("runs/task__micro__1")
+    assert 3 <= len(reached) < 500 and not alive(starts("runs/task__micro__1")[0][1])
+    assert Path("runs/task__micro__1/run/checkpoint.pt").read_text() == str(len(reached))
+    assert not any(Path("runs").glob(".stop*"))
+
+
+def test_nohup_is_respected(stand_ins):
+    """Where SIGHUP was ignored from the start, it stays so."""
+    command = ["nohup", sys.executable, str(stand_ins / "sweep.py"), "--local", *f"{ONE_MICRO} -- --steps 40".split()]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: len(steps("runs/task__micro__1")) >= 3)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 0 and steps("runs/task__micro__1") == [*range(1, 41)]
+
+
+def test_a_fault_of_the_sweep_itself_lets_the_runs_save(stand_ins, where, monkeypatch):
+    def fault(*_):
+        if len(steps("runs/task__micro__1")) >= 3:
+            raise OSError("some fault")
+        return 0
+
+    monkeypatch.setattr(sweep, "draw_table", fault)
+    with pytest.raises(OSError, match="some fault"):
+        sweep.main([*where, *f"{ONE_MICRO} -- --steps 500".split()])
+    reached = steps("runs/task__micro__1")
+    assert 3 <= len(reached) < 500 and not alive(starts("runs/task__micro__1")[0][1])
+    assert Path("runs/task__micro__1/run/checkpoint.pt").read_text() == str(len(reached))
+
+
+def test_no_ray_at_the_address(ray):
+    with pytest.raises(SystemExit, match="cannot start Ray, or reach it at nonsense") as error:
+        sweep.RayPool(sweep.Args(ray_address="nonsense"), NoRay())
+    assert "\n" not in str(error.value)
+
+
+class NoRay:
+    """What Ray does where nobody answers, without the wait."""
+
+    def is_initialized(self):
+        return False
+
+    def init(self, address, **_):
+        raise ConnectionError(f"nobody answers at {address}\nmore lines")
+
+
+def test_a_table_higher_than_the_terminal_keeps_what_runs(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: (80, 6))
+    states = ["done", "queued", "running", "failed", "running", "queued"]
+    jobs = [sweep.Job(f"job{i}", tmp_path, "", {}, {}, state=state) for i, state in enumerate(states)]
+    (tmp_path / "log.txt").write_text("working\n")
+    assert sweep.draw_table(jobs, 0) == 4
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.replace("\x1b[J", "").splitlines()[:3]] == ["job2", "job4", "job3"]
+    assert "2 queued, 2 running, 1 done, 1 failed" in out
 
 
 def test_no_run_outlives_a_sweep_that_is_killed(stand_ins):
@@ -536,7 +653,9 @@ def test_stand_in_data_is_never_mixed_with_d4rl_data():
     assert [line["last 10"] for line in lines] == ["10.0", "20.0"] and lines[0]["data"] != lines[1]["data"]
     assert all("reported by the paper" not in line for line in lines)
     assert [line["IQM of last 10"] for line in read_csv("report/d4rl-aggregate.csv")] == ["100.0"]
-    assert [line["IQM of last 10"] for line in read_csv("report/stand-in-aggregate.csv")] == ["15.0"]
+    (aggregate,) = read_csv("report/stand-in-aggregate.csv")
+    assert aggregate["IQM of last 10"] == "15.0"
+    assert aggregate["tasks"] == "hopper-medium-v2 (data.hdf5 bbbbbbbb) + hopper-medium-v2 (data.hdf5 cccccccc)"
     d4rl, stand_in, paper = re.split(r"^## ", text, flags=re.M)[1:]
     assert (d4rl[:9], stand_in[:13], paper[:21]) == ("D4RL data", "Stand-in data", "Reported by the paper")
     assert "Not D4RL's data" in stand_in and "106.5" not in stand_in
@@ -565,7 +684,40 @@ def test_bad_and_missing_results_are_named():
     Path("runs/result.json").write_text("{}")
     with pytest.raises(SystemExit, match="runs/result.json is not the result of a run"):
         make_report()
+    Path("runs/result.json").unlink()
+    write_result("runs/1", "micro", 1, [1.0] * 10)
+    whole = json.loads(Path("runs/1/result.json").read_text())
+    for change in (dict(algorithm="ppo"), dict(last_5_mean=None), dict(evaluations=[]), dict(machine={}), dict(args=3)):
+        Path("runs/1/result.json").write_text(json.dumps(whole | change))
+        with pytest.raises(SystemExit, match="runs/1/result.json is not the result of a run"):
+            make_report()
+    Path("runs/1/result.json").unlink()
+    Path("runs/1/result.json").mkdir()
+    with pytest.raises(SystemExit, match="runs/1/result.json is not the result of a run"):
+        make_report()
     assert not Path("report").exists()
+
+
+def test_seeds_that_were_evaluated_at_other_updates_are_named():
+    write_result("runs/1", "micro", 1, [1.0] * 10)
+    write_result("runs/2", "micro", 2, [1.0] * 11)
+    with pytest.raises(SystemExit, match="runs/1 and runs/2 are seeds of one setting, but"):
+        make_report()
+
+
+def test_a_torn_result_is_named_when_a_sweep_goes_on(stand_ins):
+    assert sweep.main(["--local", *ONE_MICRO.split()]) == 0
+    Path("runs/task__micro__1/run/result.json").write_text("{")
+    with pytest.raises(SystemExit, match="task__micro__1 holds a torn file, or a run that no sweep began"):
+        sweep.main(["--local", *ONE_MICRO.split()])
+
+
+def test_a_report_of_a_sweep_that_has_just_begun():
+    """No seed is there on both tasks: the scores are reported, and no aggregate."""
+    write_result("runs/1", "micro", 1, [1.0] * 10, env_id="a")
+    write_result("runs/2", "micro", 2, [1.0] * 10, env_id="b")
+    text = make_report()
+    assert "| a |" in text and "Interquartile" not in text and not Path("report/stand-in-aggregate.png").exists()
 
 
 def test_unfinished_runs_are_named_and_left_out():
@@ -579,14 +731,17 @@ def test_aggregates_compare_the_same_tasks_with_the_seeds_that_all_of_them_have(
     tasks = dict(a=(1, 2, 3, 4), b=(1, 2))  # seeds
     for task, seeds in tasks.items():
         for seed in seeds:
-            write_result(f"runs/{task}{seed}", "micro", seed, [10.0 * seed + 100 * (task == "b")] * 10, env_id=task)
+            score = 10.0 * seed + 100 * (task == "b")
+            write_result(f"runs/{task}{seed}", "micro", seed, [score - 4] * 5 + [score] * 5, env_id=task)
     write_result("runs/other", "none", 1, [7.0] * 10, env_id="a")
     make_report()
     lines = {(line["tasks"], line["algorithm"]): line for line in read_csv("report/stand-in-aggregate.csv")}
-    assert lines.keys() == {("a, b", "micro"), ("a", "micro"), ("a", "none")}
-    both, alone = lines["a, b", "micro"], lines["a", "micro"]
-    assert (both["seeds"], both["IQM of last 10"]) == ("2", "65.0")  # 10, 20, 110, 120 without the ends
-    assert (alone["seeds"], alone["IQM of last 10"]) == ("4", "25.0")  # 10, 20, 30, 40 without the ends
+    a, b = (f"{task} (data.hdf5 aaaaaaaa)" for task in "ab")
+    assert lines.keys() == {(f"{a} + {b}", "micro"), (a, "micro"), (a, "none")}
+    both, alone = lines[f"{a} + {b}", "micro"], lines[a, "micro"]
+    assert (both["seeds"], both["IQM of last 5"]) == ("2", "65.0")  # 10, 20, 110, 120 without the ends
+    assert (alone["seeds"], alone["IQM of last 5"]) == ("4", "25.0")  # 10, 20, 30, 40 without the ends
+    assert (both["IQM of last 10"], alone["IQM of last 10"]) == ("63.0", "23.0")  # of which half is 4 lower
 
 
 def test_the_cost_stands_beside_the_papers():
@@ -600,6 +755,12 @@ def test_the_cost_stands_beside_the_papers():
     assert (lines["micro"]["ms per update"], lines["rambo"]["ms per update"]) == ("3.00", "8.00")
     assert (lines["micro"]["over RAMBO's"], lines["rambo"]["over RAMBO's"]) == ("0.38", "1.00")
     assert (lines["micro"]["paper's Table 2"], lines["rambo"]["paper's Table 2"]) == ("0.39", "–")  # 45647.6 / 118020.2
+    write_result("runs/4", "rambo", 1, [1.0] * 10, seconds=seconds | dict(adversary=95.0), sha256="b" * 64)
+    write_result("runs/5", "rambo", 1, [1.0] * 10, seconds=seconds, sha256="c" * 64, beta=1.0)
+    write_result("runs/6", "rambo", 1, [1.0] * 10, seconds=seconds | dict(adversary=0.0), sha256="c" * 64, beta=2.0)
+    make_report()
+    lines = read_csv("report/stand-in-times.csv")  # RAMBO on other data is no measure, nor is one of two
+    assert [line["over RAMBO's"] for line in lines] == ["0.38", "0.38", "1.00", "1.00", "–", "–"]
     changed = json.loads(Path("runs/2/result.json").read_text())
     changed["machine"]["threads"] = 2
     Path("runs/2/result.json").write_text(json.dumps(changed))
