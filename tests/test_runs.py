@@ -267,6 +267,35 @@ def test_an_ensemble_that_does_not_fit(runs, tmp_path):
     assert "num-elites" in runs.interrupted("--dynamics-path", fits / "dynamics.pt", "--num-models", 7, "--num-elites", 5)[1]
 
 
+def test_a_runs_root_that_points_nowhere_is_refused(tmp_path):
+    """A dangling link exists and cannot be made: no reason to try every second of the future."""
+    (tmp_path / "runs").symlink_to(tmp_path / "absent")
+    with pytest.raises(SystemExit, match="cannot make a run folder in"):
+        micro.make_run_dir(micro.Args(runs_root=str(tmp_path / "runs")), "micro")
+
+
+@pytest.mark.parametrize("number", ["_", "1__0", "many"])
+def test_a_number_of_updates_that_is_none(number, capsys):
+    with pytest.raises(SystemExit) as error:
+        micro.parse_args(["--total-updates", number])
+    assert error.value.code == 2 and number in capsys.readouterr().err
+
+
+def test_a_run_is_not_cut_short_nor_resumed_and_evaluated_at_once(finished, tmp_path):
+    run_dir = shutil.copytree(finished, tmp_path / "copy")
+    with pytest.raises(SystemExit, match="has taken 24 updates already, more than --total-updates 20"):
+        resume(run_dir, "--total-updates", 20)
+    with pytest.raises(SystemExit, match="give one of the two"):
+        resume(run_dir, "--eval-only", finished)
+    assert (run_dir / "result.json").read_bytes() == (finished / "result.json").read_bytes()
+
+
+def test_a_folder_in_which_nothing_can_be_written(tmp_path):
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(SystemExit, match="cannot write in"), micro.locked(tmp_path):
+        pytest.fail("it is not locked")
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_compile_passes_the_update_through_torch_compile(runs, plain_progress, monkeypatch):
     """A whole run, with the backend that only captures."""
