@@ -14,6 +14,7 @@ ensemble as it was trained on the data, for RAMBO too, whose own model has since
 
 import argparse
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -94,14 +95,16 @@ def values(run_dir: Path, count: int) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs_root", type=Path, help="the folder of a sweep")
+    parser.add_argument("runs_root", type=Path, help="a folder with finished runs in it or below")
     parser.add_argument("--output", type=Path, required=True, help="the Markdown file to write")
     parser.add_argument("--states", type=int, default=64, help="states of each kind")
     options = parser.parse_args()
     names = ["run", *(f"{name}, {where}" for where in ("data", "start") for name in COLUMNS)]
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
-    for path in sorted(options.runs_root.glob("*/*/result.json")):
+    for path in sorted(options.runs_root.rglob("result.json"), key=lambda path: path.parent.name):
+        beta = json.loads(path.read_text())["args"].get("beta")
+        name = path.parent.name.rsplit("__", 1)[0] + (f", beta {beta:g}" if beta is not None else "")
         numbers = values(path.parent, options.states)
-        lines.append(f"| {path.parent.parent.name} | " + " | ".join(f"{number:.3g}" for number in numbers) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{number:.3g}" for number in numbers) + " |")
         print(lines[-1], flush=True)
     micro.write_file(options.output, ("\n".join(lines) + "\n").encode())

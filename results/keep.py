@@ -1,4 +1,4 @@
-"""What is kept in this repository of a sweep: progress.csv and result.json of its finished runs, in one folder each.
+"""What is kept in this repository of runs: progress.csv and result.json of the finished ones, in one folder each.
 
 python results/keep.py runs/sweep results/hopper-medium-replay-lite
 """
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 runs_root, destination = map(Path, sys.argv[1:])
-for path in sorted(runs_root.glob("*/*/result.json")):
-    folder, result = destination / path.parent.parent.name, json.loads(path.read_text())
+for path in sorted(runs_root.rglob("result.json")):
+    folder, result = destination / path.parent.name.rsplit("__", 1)[0], json.loads(path.read_text())
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("dataset_path", "dynamics_path"):  # paths of one machine mean nothing elsewhere
         if result["args"][name]:
