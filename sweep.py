@@ -571,7 +571,10 @@ def read_results(root: Path) -> list[Row]:
     for (task, data, algorithm), variants in groups.items():
         alike = set.intersection(*map(set, variants))
         for settings, runs in variants.items():
-            label = " ".join([algorithm, *("=".join(setting) for setting in settings if setting not in alike)])
+            differing = dict(setting for setting in settings if setting not in alike)
+            if "total_updates" in differing:  # evaluations are as many, further apart
+                differing.pop("eval_every", None)
+            label = " ".join([algorithm, *map("=".join, differing.items())])
             rows.append(Row(task, data, algorithm, label, {seed: runs[seed][0] for seed in sorted(runs)}))
     return sorted(rows, key=lambda row: (row.task, row.data, ALGORITHMS.index(row.algorithm), row.label))
 

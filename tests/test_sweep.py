@@ -668,6 +668,11 @@ def test_runs_with_other_settings_are_rows_of_their_own():
     make_report()
     scores = {line["algorithm"]: line["last 10"] for line in read_csv("report/stand-in-scores.csv")}
     assert scores == {"micro beta=0.5": "5.0", "micro beta=1.0": "2.0 ± 1.0"}
+    for seed, updates in enumerate((100, 200)):
+        write_result(f"runs/rambo{seed}", "rambo", 1, [1.0] * 20, total_updates=updates, eval_every=updates // 50)
+    make_report()
+    labels = [line["algorithm"] for line in read_csv("report/stand-in-scores.csv")]
+    assert labels[-2:] == ["rambo total_updates=100", "rambo total_updates=200"]
 
 
 def test_the_same_run_twice_is_refused():
