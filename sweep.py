@@ -687,7 +687,7 @@ def draw_curves(rows: list[Row], path: Path) -> None:
 
     panels = list(dict.fromkeys((row.task, row.data) for row in rows))
     across, down = min(3, len(panels)), -(-len(panels) // 3)
-    figure, axes = plt.subplots(down, across, figsize=(4.8 * across, 3.6 * down), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(down, across, figsize=(4.8 * across, 4.2 * down), squeeze=False, layout="constrained")
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     for axis, panel in zip(axes.flat, panels):
@@ -706,7 +706,7 @@ def draw_curves(rows: list[Row], path: Path) -> None:
         axis.set(xlabel="updates", ylabel="normalised score")
         axis.xaxis.set_major_formatter(lambda updates, _: f"{updates / 1000:g}k" if updates >= 1000 else f"{updates:g}")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -715,7 +715,8 @@ def draw_aggregate(table: list[dict], kind: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     sets = list(dict.fromkeys(line["tasks"] for line in table))
-    figure, axes = plt.subplots(1, len(sets), figsize=(4.4 * len(sets), 3.6), squeeze=False, layout="constrained")
+    width = max(4.4, 1.4 * max(sum(line["tasks"] == tasks for line in table) for tasks in sets))
+    figure, axes = plt.subplots(1, len(sets), figsize=(width * len(sets), 3.6), squeeze=False, layout="constrained")
     for axis, tasks in zip(axes.flat, sets):
         own, count = [line for line in table if line["tasks"] == tasks], tasks.count(" + ") + 1
         names = [f"{line['algorithm']} ×{line['seeds']}".replace(" ", "\n") for line in own]
