@@ -267,6 +267,14 @@ def test_an_ensemble_that_does_not_fit(runs, tmp_path):
     assert "num-elites" in runs.interrupted("--dynamics-path", fits / "dynamics.pt", "--num-models", 7, "--num-elites", 5)[1]
 
 
+@pytest.mark.parametrize("task, own", [("hopper-medium-v2", True), ("hopper-expert-v2", False)])
+def test_only_a_tasks_own_file_counts_as_its_d4rl_data(task, own, runs, datasets, monkeypatch):
+    """Another task's file gives no score of this task."""
+    monkeypatch.setitem(micro.D4RL_SHA256, task, micro.sha256_of(datasets["hopper"]))
+    described = json.loads((runs.run("--env-id", "hopper-medium-v2") / "args.json").read_text())
+    assert described["dataset"]["is_d4rl"] is own
+
+
 def test_a_runs_root_that_points_nowhere_is_refused(tmp_path):
     """A dangling link exists and cannot be made: no reason to try every second of the future."""
     (tmp_path / "runs").symlink_to(tmp_path / "absent")
