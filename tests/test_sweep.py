@@ -493,7 +493,9 @@ def test_a_closed_terminal_lets_the_runs_save(stand_ins):
     """Printing fails there; the sweep still waits for the runs, which save and end."""
     ours, theirs = pty.openpty()
     command = [sys.executable, str(stand_ins / "sweep.py"), "--local", *f"{ONE_MICRO} -- --steps 500".split()]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    heeded = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under nohup
+    terminal = dict(stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    process = subprocess.Popen(command, **terminal, preexec_fn=heeded)
     os.close(theirs)
     wait_for(lambda: len(steps("runs/task__micro__1")) >= 3)
     os.close(ours)
